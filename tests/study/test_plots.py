@@ -87,10 +87,10 @@ def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> No
 
 def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_wait_for_the_host() -> None:
     figure = figures.study(ROOT / "results")
-    speed, batch, memory, loss, curves = figure.axes
+    speed, liger, batch, memory, loss, curves, *filters = figure.axes
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 6 to 8)"
-    assert titles[3] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
+    assert titles[4] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
 
     def faces(axes: Axes) -> list[str]:
         return [str(line.get_markerfacecolor()) for line in axes.lines if len(line.get_xdata()) == 1]
@@ -98,18 +98,21 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     def names(axes: Axes) -> list[str]:
         return [label.get_text() for label in axes.get_yticklabels()]
 
-    folders = [ROOT / "results" / "bench_steps" / name for name in figures.STEPS]
-    speeds = [one.verdict for folder in folders for one in step_speeds(read_rows(folder))]
+    rows = [
+        [row for name in own for row in read_rows(ROOT / "results" / "bench_steps" / f"{figures.DEVICE}{name}")]
+        for own in figures.STEPS
+    ]
+    speeds = [one.verdict for together in rows for one in step_speeds(together)]
     drawn = [v for v in speeds if v.backend in ("cce_kahan", AGAIN)]
     assert faces(speed).count("white") == sum(v.verdict == "undecided" for v in drawn) > 0
     assert len(faces(speed)) == len(drawn) > faces(speed).count("white")
     assert len(names(speed)) == len({v.setting for v in drawn}) == sum(v.backend == AGAIN for v in drawn)
     waiting = {v.setting.split(",")[0] for v in drawn if HOST in v.remark}
     assert {name.split(",")[0] for name in names(speed) if name.endswith("(host)")} == waiting == {"GLA 350m"}
-    peaks = [v for folder in folders[:3] for v in step_peaks(read_rows(folder)) if v.value]
+    peaks = [v for together in rows[:3] for v in step_peaks(together) if v.value]
     shown = [text.get_text() for text in memory.texts]
     today = [f"{v.value:.3f}" for v in peaks if v.backend == "cce_kahan" and "1b3" in v.setting]
-    assert len(today) == 13
+    assert len(today) == 15
     assert all(shown.count(value) >= today.count(value) for value in today), "today's kernels, not older ones"
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     ratios = [verdict.value for _, verdict in batch_verdicts(searches_on_the_h100(ROOT / "results"))]
@@ -122,6 +125,19 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert set(faces(curves)) == {"white"}, "all undecided"
     targets = [line.get_xdata()[0] for line in loss.lines if line.get_color() == "#B2182B"]
     assert sorted(targets) == [-0.01, 0.01], "equal within the margin, to either side"
+    of_liger = [v for v in speeds if (v.backend, v.against) == ("liger", "compiled") and "1b3" in v.setting]
+    assert len(names(liger)) == len(faces(liger)) == len(of_liger) == 10
+    told = dict(zip((title.split(":")[0] for title in titles[6:]), filters, strict=True))
+    assert list(told) == [*(panel for panel, _, _ in figures.PANELS), figures.FINE_TUNED_LOSS]
+    for (panel, _, groups), axes in zip(figures.PANELS, filters[:3], strict=True):
+        lines = [line for words in groups.values() for line in words.values()]
+        assert set(names(axes)) == set(lines), panel
+    training, test, large, tuned = filters
+    assert faces(training).count("white") == 1, "Apple's kernels"
+    assert faces(test).count("white") == 2, "a sample and the control"
+    assert set(faces(large)) == {"white"}
+    assert names(tuned) == list(figures.FINE_TUNED)
+    assert "white" not in faces(tuned)
     pyplot.close(figure)
 
 

@@ -16,10 +16,12 @@ from linrnn.runs.step_parts import parts_of_step
 from linrnn.study.benchmarks.filter_speed import filter_speeds
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
 from linrnn.study.benchmarks.step_speed import step_peaks, step_speeds
+from linrnn.study.criteria import FINAL_LOSS, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.plots import Row as ForestRow
 from linrnn.study.plots import (
     batch_rows,
     changed_losses,
+    difference_rows,
     distances,
     distances_from_compiled,
     filter_speed_up,
@@ -53,6 +55,34 @@ FILTERS = {  # of the group "apple": the words for a loss, and what its colour s
     "cce_apple": ("Apple's kernels drop tiles whose entries are all small", "cce_apple"),
     CONTROL: ("control: last bits moved (compiled_nudged)", CONTROL),
 }
+_10M = {
+    "cce_filter filter_unbiased=True": "cce_filter (ours, samples dE)",
+    "cce_filter filter_unbiased=False": "cce_filter (ours, drops small entries of dE)",
+    "cce_apple": "cce_apple (Apple's, drops tiles of dE)",
+    "cce_kahan": "cce_kahan (ours, exact)",
+    CONTROL: f"control ({CONTROL})",
+}
+# The study's panels of filters and of 448 M parameters: the question, its criterion, and words for losses of groups.
+PANELS: tuple[tuple[str, Criterion, dict[str, dict[str, str]]], ...] = (
+    (
+        "Filters at 10 M, final loss minus compiled's",
+        MVE_LOSS,
+        {"pretrain_filter_mve": {"cce_filter": "cce_filter (ours, samples dE and dC)"}, "apple": _10M},
+    ),
+    ("Filters at 10 M, test loss minus compiled's", VALID_LOSS, {"apple_test": _10M}),
+    (
+        "GLA at 448 M, final loss minus compiled's",
+        FINAL_LOSS,
+        {
+            "pretrain_filter": {
+                "cce_kahan": "cce_kahan (ours, exact)",
+                "cce_filter": "cce_filter (ours, samples)",
+                CONTROL: f"control ({CONTROL})",
+            }
+        },
+    ),
+)
+FINE_TUNED_LOSS = "Fine-tuned with cce_filter, minus compiled's"
 FINE_TUNED = {
     name: f"finetune_filter_{name.lower().replace(' ', '_')}"
     for name in ("GLA", "Transformer", "KDA", "Gated DeltaNet")
@@ -82,7 +112,8 @@ BREAKDOWNS_350M = {  # breakdowns of 350M with 131,072 entries, in a table alone
 }
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
-STEPS = DEVICE, f"{DEVICE}_kda", f"{DEVICE}_gated_deltanet", f"{DEVICE}_350m_graphs"  # folders of whole steps
+# Folders of whole steps. Those of one tuple name their lines together: they differ in the vocabulary.
+STEPS = ("", "_262144"), ("_kda",), ("_gated_deltanet",), ("_350m_graphs",)
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
 
 
@@ -127,13 +158,33 @@ def study(results: Path) -> Any:
         found = verdicts(runs)
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    *eager, graphs = (read_rows_of_steps(results / "bench_steps" / name) for name in STEPS)
-    for row in peak_rows(step_peaks([row for rows in eager for row in rows])):
+    steps = [
+        [row for name in names for row in read_rows_of_steps(results / "bench_steps" / f"{DEVICE}{name}")]
+        for names in STEPS
+    ]
+    *eager, _ = steps
+    for row in peak_rows([verdict for rows in eager for verdict in step_peaks(rows)]):
         key = row.verdict.criterion, row.name, row.verdict.against
-        kept[key] = replace(row, attainable=kept[key].attainable)  # a share of the baseline's peak, as it was
-    speeds = [one for rows in (*eager, graphs) for one in step_speeds(rows)]
+        # A share of the baseline's peak, as it was.
+        kept[key] = replace(row, attainable=kept[key].attainable if key in kept else None)
+    speeds = [one for rows in steps for one in step_speeds(rows)]
     batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
-    return forest([*speed_rows(speeds), *batches, *kept.values(), *losses])
+    return forest([*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)])
+
+
+def _filter_rows(results: Path) -> list[ForestRow]:
+    """The study's rows on filters, and on losses at 448 M parameters."""
+
+    def found(group: str) -> list[Verdict]:
+        return verdicts(read_committed(results / "summaries" / group))
+
+    rows: list[ForestRow] = []
+    for panel, criterion, groups in PANELS:
+        for group, words in groups.items():
+            rows += difference_rows(found(group), criterion, panel, words)
+    for model, group in FINE_TUNED.items():
+        rows += difference_rows(found(group), FINAL_LOSS, FINE_TUNED_LOSS, {"cce_filter": model})
+    return rows
 
 
 def peak_memory(results: Path) -> Any:

@@ -4,7 +4,16 @@ from linrnn.core.plot_style import save
 from linrnn.study.plots.changes import changed_losses
 from linrnn.study.plots.filter_speed import filter_speed_up
 from linrnn.study.plots.fine_tuning import distances_from_compiled
-from linrnn.study.plots.forest import Row, batch_rows, forest, loss_rows, peak_rows, speed_rows, study_rows
+from linrnn.study.plots.forest import (
+    Row,
+    batch_rows,
+    difference_rows,
+    forest,
+    loss_rows,
+    peak_rows,
+    speed_rows,
+    study_rows,
+)
 from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
 from linrnn.study.plots.scaling import (
@@ -40,6 +49,7 @@ __all__ = [
     "chunk_sizes",
     "clock_of",
     "crossover_lines",
+    "difference_rows",
     "distances",
     "distances_from_compiled",
     "dropped_mass",

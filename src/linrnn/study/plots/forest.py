@@ -1,13 +1,13 @@
 """The study in one picture: for each criterion our loss beside a baseline, with intervals and the target."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from linrnn.bench.steps.rows import AGAIN
-from linrnn.core.plot_style import GREY, PALE, TARGET, in_words, legend_below, looks, subplots
+from linrnn.core.plot_style import GREY, PALE, TARGET, in_words, legend_below, looks, loss_of, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
 from linrnn.study.benchmarks.largest_batch import Key
@@ -27,15 +27,22 @@ ASKED: dict[Criterion, tuple[str, str]] = {
 }
 # What a model's name has behind it, by kind of activation checkpointing.
 SHORT = {"none": "", "selective": ", selective checkpointing", "full": ", checkpointing"}
-SLOTS = (AGAIN, *BASELINES)  # the points of a line of ratios, from above: the control, ours to compiled, ours to eager
+LIGER = "liger"
+# The points of a line of ratios, from above: the control, Liger to compiled, ours to compiled, ours to eager.
+SLOTS = (AGAIN, LIGER, *BASELINES)
 CONTROLS = "control: compiled / compiled"
+OF_LIGER = "Tokens/s, same batch, Liger"
 ON_HOST = " (host)"  # behind a line's name if its steps wait for the host
 FREE = "attainable: a loss layer without cost"
+WIDE = 5  # a panel that reaches beyond so many times its target has a logarithmic axis outside of the target
 NOTE = (
     "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
     "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
     "H200, older kernels: peak memory of GLA 1b3 against eager, and pale bars of memory at 1b3.\n"
-    "H100, older kernels: largest batch of GLA with checkpointing. All else: H100.\n"
+    "H100, older kernels: largest batch of GLA with checkpointing. H200: fine-tuning of all models but GLA.\n"
+    "All else: H100. V = 128,256 at 1b3 where no other vocabulary is named.\n"
+    "Filters at 10 M: GLA from random weights. Fine-tuned: models of some 448 M parameters. Test loss: WikiText-103.\n"
+    "Outside of ±0.01 nats a wide axis is logarithmic.\n"
     "Batches and memory do not scatter."
 )
 
@@ -48,11 +55,13 @@ class Row:
         verdict: the ratio or the difference, its interval, and the answer to the criterion.
         name: the model and its setting, or the loss, in words.
         attainable: the ratio of a loss layer that takes no time or memory; None if unknown.
+        panel: what a panel of its own asks, in words; empty: the row stands in its criterion's panel.
     """
 
     verdict: Verdict
     name: str
     attainable: float | None = None
+    panel: str = ""
 
 
 def study_rows(runs: Sequence[Run], found: Iterable[Verdict]) -> list[Row]:
@@ -81,7 +90,10 @@ def batch_rows(found: Iterable[tuple[Key, Verdict]]) -> list[Row]:
 
 
 def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
-    """Rows for the speed of `EXACT` in whole steps, and for the control. Those that the host decides stand last."""
+    """Rows for the speed of `EXACT` in whole steps, and for the control. Those that the host decides stand last.
+
+    Liger's speed at 1.3B has a panel of its own.
+    """
     own = [one for one in speeds if one.verdict.backend in (EXACT, AGAIN)]
     waiting = {one.verdict.setting for one in own if HOST in one.verdict.remark}
     rows = []
@@ -90,7 +102,22 @@ def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
         name = _short(setting) + (ON_HOST if setting in waiting else "")
         bounded = one.verdict.backend == EXACT and setting not in waiting
         rows.append(Row(one.verdict, name, one.attainable if bounded else None))
-    return rows
+    liger = [one.verdict for one in speeds if one.verdict.backend == LIGER and one.verdict.against == BASELINES[0]]
+    return rows + [
+        Row(verdict, _short(verdict.setting), panel=OF_LIGER) for verdict in liger if "1b3" in verdict.setting
+    ]
+
+
+def difference_rows(found: Iterable[Verdict], criterion: Criterion, panel: str, names: Mapping[str, str]) -> list[Row]:
+    """Rows of a panel of its own, for differences from compiled.
+
+    Args:
+        names: for each loss, as reports name it, the words for its line.
+    """
+    own = {
+        v.backend: v for v in found if v.criterion is criterion and v.against == BASELINES[0] and v.value is not None
+    }
+    return [Row(own[backend], words, panel=panel) for backend, words in names.items() if backend in own]
 
 
 def peak_rows(found: Iterable[Verdict]) -> list[Row]:
@@ -99,7 +126,8 @@ def peak_rows(found: Iterable[Verdict]) -> list[Row]:
 
 
 def _short(setting: str) -> str:
-    return setting.replace(", full checkpointing", SHORT["full"]).replace("cuda_graph=true", "CUDA graph")
+    setting = setting.replace(", V = 128,256", "").replace("cuda_graph=true", "CUDA graph")
+    return setting.replace(", full checkpointing", SHORT["full"])
 
 
 def loss_rows(found: Iterable[Verdict]) -> list[Row]:
@@ -117,7 +145,7 @@ def _free_memory(bases: Sequence[Run]) -> float | None:
 
 
 def forest(rows: Sequence[Row]) -> Any:
-    """One panel per criterion, with 90 % intervals.
+    """One panel per criterion and question, with 90 % intervals.
 
     A panel of ratios has a line per model, with the ratios to compiled and to eager, and the control's if there is
     one. A panel of differences has a line per loss, with its difference from compiled.
@@ -125,31 +153,49 @@ def forest(rows: Sequence[Row]) -> Any:
     Red lines are the targets. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points are
     undecided.
     """
-    criteria = [criterion for criterion in ASKED if any(row.verdict.criterion == criterion for row in rows)]
-    by_criterion = {criterion: [row for row in rows if row.verdict.criterion == criterion] for criterion in criteria}
-    names = {criterion: _names([row.name for row in own]) for criterion, own in by_criterion.items()}
-    heights = [len(names[criterion]) * _height(own) + 0.9 for criterion, own in by_criterion.items()]
-    size = (9.5, 0.36 * sum(heights) + 0.62 * len(criteria) + 1.1)
-    figure, grid = subplots(len(criteria), 1, figsize=size, height_ratios=heights, squeeze=False)
+    panels = _panels(rows)
+    names = [_names([row.name for row in own]) for own in panels]
+    heights = [len(told) * _height(own) + 0.9 for told, own in zip(names, panels, strict=True)]
+    size = (9.5, 0.36 * sum(heights) + 0.62 * len(panels) + 1.1)
+    figure, grid = subplots(len(panels), 1, figsize=size, height_ratios=heights, squeeze=False)
     lines: dict[str, Any] = {}
-    for axes, (criterion, own) in zip(grid[:, 0], by_criterion.items(), strict=True):
-        (_ratios if criterion.ratio else _differences)(axes, own, names[criterion], lines)
+    for axes, own, told in zip(grid[:, 0], panels, names, strict=True):
+        criterion = own[0].verdict.criterion
+        (_ratios if criterion.ratio else _differences)(axes, own, told, lines)
         for target in {criterion.target, -criterion.target if criterion.rule == WITHIN else criterion.target}:
             lines["target"] = axes.axvline(target, **TARGET, linestyle="-", zorder=2)
         axes.axvline(1 if criterion.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
-        axes.set_yticks(range(len(names[criterion])), names[criterion])
-        axes.set_ylim(len(names[criterion]) - 0.4, -0.6)
+        axes.set_yticks(range(len(told)), told)
+        axes.set_ylim(len(told) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
-        axes.set_title(_title(criterion, own), loc="left", fontsize=9.5)
+        axes.set_title(_title(own), loc="left", fontsize=9.5)
     top = 1 - 0.1 / size[1]  # 0.98, the default, lies within a tall figure's first panel
     figure.suptitle("What the study asked, and what was measured", y=top)
-    order = [*(f"ours / {name}" for name in ("compiled", "eager")), CONTROLS, "target", FREE]
+    order = [*(f"ours / {name}" for name in ("compiled", "eager")), "Liger / compiled", CONTROLS, "target", FREE]
     legend_below(figure, {name: lines[name] for name in order if name in lines}, NOTE)
     return figure
 
 
-def _title(criterion: Criterion, rows: Sequence[Row]) -> str:
-    words, better = ASKED[criterion]
+def _panels(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each panel: those of the criteria first, in their order. Liger's speed follows ours."""
+    criteria = list(ASKED)
+    keys = list(dict.fromkeys((row.verdict.criterion, row.panel) for row in rows))
+    last = len(criteria)
+
+    def place(key: tuple[Criterion, str]) -> int:
+        criterion, panel = key
+        return criteria.index(criterion) if not panel or criterion.ratio else last
+
+    return [
+        [row for row in rows if (row.verdict.criterion, row.panel) == key]
+        for key in sorted(keys, key=lambda key: (place(key), bool(key[1])))
+    ]
+
+
+def _title(rows: Sequence[Row]) -> str:
+    criterion = rows[0].verdict.criterion
+    words, better = ASKED.get(criterion, ("", "left: lower"))
+    words = rows[0].panel or words
     asked = f"{criterion.rule}{'' if criterion.rule == WITHIN else ' '}{criterion.target:g}"
     counts = sorted({row.verdict.n for row in rows})
     n = f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
@@ -159,7 +205,12 @@ def _title(criterion: Criterion, rows: Sequence[Row]) -> str:
 
 def _slots(rows: Sequence[Row]) -> list[str]:
     """What the points of a line of ratios compare, from above."""
-    return [slot for slot in SLOTS if slot in BASELINES or any(row.verdict.backend == slot for row in rows)]
+    found = {_slot(row) for row in rows}
+    return [slot for slot in SLOTS if slot in found]
+
+
+def _slot(row: Row) -> str:
+    return row.verdict.backend if row.verdict.backend in (AGAIN, LIGER) else row.verdict.against or ""
 
 
 def _height(rows: Sequence[Row]) -> float:
@@ -168,12 +219,12 @@ def _height(rows: Sequence[Row]) -> float:
 
 
 def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[str, Any]) -> None:
-    """Points of a panel of ratios, two or three to a line, and what the legend shows of them."""
+    """Points of a panel of ratios, one to three to a line, and what the legend shows of them."""
     slots = _slots(rows)
-    found = looks([*BASELINES, CONTROL])
-    told = {AGAIN: CONTROLS, BASELINES[0]: "ours / compiled", BASELINES[1]: "ours / eager"}
+    found = looks([*BASELINES, CONTROL, LIGER])
+    told = {AGAIN: CONTROLS, LIGER: "Liger / compiled", BASELINES[0]: "ours / compiled", BASELINES[1]: "ours / eager"}
     for row in rows:
-        slot = AGAIN if row.verdict.backend == AGAIN else row.verdict.against or ""
+        slot = _slot(row)
         look = found[CONTROL if slot == AGAIN else slot]
         place = names.index(row.name) + (slots.index(slot) - (len(slots) - 1) / 2) * 0.8 / len(slots)
         if row.attainable is not None:
@@ -187,14 +238,19 @@ def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[st
 
 def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[str, Any]) -> None:
     """Points of a panel of differences, in the colours of the losses that its lines name."""
-    found = looks(row.verdict.backend for row in rows)
+    found = looks(loss_of(row.verdict.backend) for row in rows)
     for row in rows:
-        point(axes, row.verdict, names.index(row.name), found[row.verdict.backend])
+        point(axes, row.verdict, names.index(row.name), found[loss_of(row.verdict.backend)])
     criterion = rows[0].verdict.criterion
     most = 1.1 * max(criterion.target, *(abs(bound) for row in rows for bound in _bounds(row.verdict)))
+    if far := most > WIDE * criterion.target:
+        axes.set_xscale("symlog", linthresh=criterion.target, linscale=1)
     axes.set_xlim(-most if criterion.rule == WITHIN else 0, most)
-    axes.locator_params(axis="x", nbins=6)
     axes.xaxis.set_major_formatter("{x:g}")
+    if far:
+        axes.set_xticks([sign * tick for tick in (0.01, 0.1, 1) if tick < most for sign in (-1, 1)] + [0])
+    else:
+        axes.locator_params(axis="x", nbins=6)
 
 
 def _bounds(verdict: Verdict) -> list[float]:
