@@ -10,11 +10,11 @@ from linrnn.config.cli import run_plain
 def main() -> None:
     import nbformat
 
-    from linrnn.study.notebook import execute
+    from linrnn.study.notebook import COMMITTED, execute
 
     root = CONFIG_DIR.parent
     with tempfile.TemporaryDirectory() as directory:
-        for name in ("summaries", "superseded", "bench_loss"):  # leaves out runs made on this machine
+        for name in COMMITTED:  # leaves out runs made on this machine
             (Path(directory) / name).symlink_to(root / "results" / name)
         for path in sorted((root / "notebooks").glob("*.ipynb")):
             notebook = nbformat.read(path, as_version=4)

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
+from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.config import CONFIG_DIR
 from linrnn.core.errors import DataError
 from linrnn.core.tables import Table
+from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
+from linrnn.study.benchmarks.step_speed import step_speeds
+from linrnn.study.criteria import Verdict
 from linrnn.study.plots import loss_curves
 from linrnn.study.results import (
     BREAKDOWNS,
@@ -25,10 +29,12 @@ from linrnn.study.results import (
     read_max_batches,
     read_runs,
 )
+from linrnn.study.verdicts import EXACT
 
 if TYPE_CHECKING:
     import pandas
 
+COMMITTED = ("summaries", "superseded", "bench_loss", "bench_steps")  # directories of committed results for notebooks
 RESULTS = "LINRNN_RESULTS"  # environment variable for another results directory than the repository's
 
 
@@ -84,6 +90,28 @@ def breakdowns() -> list[dict[str, Any]]:
     found = found or [*read_committed_lists(summaries, BREAKDOWNS), *read_breakdowns(summaries / "breakdown")]
     if not found:
         print("open: no breakdown; python scripts/breakdown.py model=gla size=1b3 loss=compiled makes one")
+    return found
+
+
+def batches_on_the_h100() -> list[Verdict]:
+    """Verdicts on the committed searches of the largest batch on an H100; [] if they are not below these results."""
+    try:
+        return [verdict for _, verdict in batch_verdicts(searches_on_the_h100(results_dir()))]
+    except DataError:
+        print("open: no searches on an H100; configs/find_max_batch.yaml says how to make one")
+        return []
+
+
+def speeds_of_steps(*folders: str) -> list[Verdict]:
+    """Verdicts on the speed of our exact loss in whole steps, from folders of bench_steps."""
+    found = []
+    for folder in folders:
+        directory = results_dir() / "bench_steps" / folder
+        if not directory.is_dir():
+            print(f"open: no whole steps in bench_steps/{folder}; python scripts/bench_steps.py makes them")
+            continue
+        speeds = step_speeds(read_rows_of_steps(directory))
+        found += [one.verdict for one in speeds if one.verdict.backend == EXACT]
     return found
 
 
