@@ -398,6 +398,17 @@ def test_a_smaller_workspace_would_lower_the_peak_to_that_of_liger_as_the_page_s
     assert "`loss.workspace_mib=256` would lower the peak of `cce_kahan` from {} to {} GiB".format(*peaks) in page
 
 
+def test_eager_with_a_large_vocabulary_needs_what_the_page_says():
+    config = configured("model=gla", "size=1b3")
+    arch = resolve(config.model, config.size, 262144)
+    peaks = [
+        estimate(arch, STANDARD, batch_size=8, activation_checkpointing=mode).peak / GIB for mode in ("none", "full")
+    ]
+    page = (RESULTS.parent / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8")
+    told = "needs {:.1f} GiB by the memory formulas, and with full checkpointing {:.1f} GiB"
+    assert told.format(*peaks) in page
+
+
 @pytest.mark.parametrize("gpu", ["nvidia_h100_80gb_hbm3", "nvidia_h200"])
 def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu: str) -> None:
     """Also where inputs are copied, because D is no multiple of 64."""

@@ -462,6 +462,26 @@ def test_the_filter_s_speed_up_on_the_grid_is_that_of_the_rows() -> None:
     assert [named, "torch.compile", "1.5", ends_of_others, told, "10"] in index
 
 
+def test_the_speed_of_twelve_pairs_of_fine_tuning_is_that_of_their_rows() -> None:
+    groups = ["summaries/finetune_filter", "summaries/finetune_filter_few_launches"]
+    groups += [f"superseded/finetune_filter_{name}" for name in ("draws", "one_in_8", "two_models")]
+    ratios = []
+    for group in groups:
+        rows = [run.summary for run in read_committed(ROOT / "results" / group)]
+        exact = {row["model"]: row["tokens_per_second"] for row in rows if row["loss"] == "cce_kahan"}
+        ratios += [
+            row["tokens_per_second"] / exact[row["model"]]
+            for row in rows
+            if row["loss"] == "cce_filter" and row["loss_options"]["filter_unbiased"]
+        ]
+    found, mean = estimate(ratios, ratios=True), statistics.geometric_mean(ratios)
+    assert found.n == 12
+    page = (ROOT / "docs" / "study" / "h3_filter.md").read_text(encoding="utf-8")
+    interval = f"{found.low:.3f} to {found.high:.3f}"
+    assert f"geometric mean of twelve pairs of all versions {mean:.2f} (90 %: {interval}) |" in page
+    assert f"over all twelve pairs of all versions the geometric mean is {mean:.2f} ({interval})." in page
+
+
 def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None:
     [path] = H100.glob("pilot-gla-350m-*.json")
     rows = {(row.backend, row.workspace_mib): row for row in loss_rows(path)}
@@ -492,6 +512,11 @@ def test_the_filter_on_the_h100_s_trained_logits_is_told_with_its_rows() -> None
     assert ["the layer's gradients on logits of one trained GLA of 350M", *told] in index_rows(
         "A filter in fine-tuning"
     )
+    both = estimate([own / base for own, base in zip(sampled.rounds_ms, compiled.rounds_ms, strict=True)], ratios=True)
+    assert (both.low or 0) > 0.6, "missed"
+    assert f"GLA after 512 steps | **missed**: {with_interval(both)} | 14 rounds" in pages["study/h3_filter.md"]
+    told = ["torch.compile", "0.60", with_interval(both), "**missed**", "14"]
+    assert ["time of both passes, trained logits, GLA on an H100", *told] in index_rows("A filter in fine-tuning")
     of_exact = np.median(np.array(sampled.rounds_ms) / np.array(exact.rounds_ms))
     assert f"takes {of_exact:.2f} of the exact loss's time" in pages["kernel_filter.md"]
     errors = f"{sampled.de_err:.2e}, {sampled.dc_err:.1e}".replace("e-0", "e-")

@@ -22,6 +22,7 @@ from linrnn.bench.records import read_runs
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
 from linrnn.core.machine import GIB
+from linrnn.costs.devices import peak_flops_per_second
 from linrnn.runs.intervals import AT_LEAST, answer, estimate, ratio_of_means
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
@@ -311,6 +312,11 @@ def test_the_sentences_on_a_large_vocabulary_hold_its_rows() -> None:
     told = "{:.2f} GiB with compiled and {:.2f} with ours. With full checkpointing: {:.2f} and {:.2f}."
     assert told.format(*(row[loss].peak_gib for row in (plain, full) for loss in ("compiled", "cce_kahan"))) in page
     assert {row["standard"].status for row in rows.values()} == {"out_of_memory"}
+    step, layer = plain["compiled"].step_ms or 0, plain["compiled"].loss_layer_ms or 0
+    assert f"would make GLA's step {step / (step - layer):.2f} times as fast" in page
+    assert f"A loss layer of {layer - step * (1 - 1 / 1.08):.1f} ms would reach 8 %" in page
+    rate = peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") or 0
+    assert f"Its three products take {1e3 * 6 * 16384 * 2048 * 262144 / rate:.1f} ms" in page
     ends = {
         loss: span([v.value for one in step_speeds(found) if (v := one.verdict).backend == loss])
         for loss in ("liger", "cce_kahan")
@@ -336,7 +342,12 @@ def test_ours_beside_liger_in_the_same_rounds_is_what_the_page_says() -> None:
 
 def test_the_table_of_peaks_holds_the_h100_s_rows() -> None:
     expected = []
-    for name, row in by_name(read_rows(STEPS)).items():
+    every = [
+        (name + ", V = 262,144" * (folder == "_262144"), row)
+        for folder in ("", "_gated_deltanet", "_kda", "_262144")
+        for name, row in by_name(read_rows(steps(folder))).items()
+    ]
+    for name, row in every:
         if "1b3" in name:
             peaks = [row[loss].peak_gib if row[loss].status == "ok" else None for loss in ("standard", "compiled")]
             ours = row["cce_kahan"].peak_gib
@@ -366,6 +377,14 @@ def test_the_index_tells_the_peaks_of_all_models_on_the_h100() -> None:
         ("1.3B with checkpointing", "eager", full, "met"),
     ):
         assert [f"peak, as a multiple, {where}", base, "0.6", span(some), f"**{word}**"] in index
+    large = [
+        (row["cce_kahan"].peak_gib or 0) / (row["compiled"].peak_gib or 0)
+        for row in by_name(read_rows(steps("_262144"))).values()
+    ]
+    assert ["the same, GLA 1.3B, V = 262,144", "torch.compile", "0.6", span(large), "**missed**"] in index
+    older = [re.findall(r"missed\*\*: ([\d.]+)", row[1])[0] for row in table_of("h2_loss_memory.md", "peak, ratio")]
+    ends = f"{min(older[2:])} to {max(older[2:])}"
+    assert ["the same, older kernels, on an H200", "torch.compile", "0.6", ends, "**missed**"] in index
     page = (ROOT / "docs/study/h2_loss_memory.md").read_text(encoding="utf-8")
     [(low, high)] = re.findall(r"kernels it takes\s+([\d.]+) to ([\d.]+) % at 1.3B without checkpointing", page)
     assert ["the same, 1.3B without checkpointing, H100", "-", "1 %", f"{low} to {high} %", "**missed**"] in index

@@ -136,7 +136,8 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert faces(training).count("white") == 1, "Apple's kernels"
     assert faces(test).count("white") == 2, "a sample and the control"
     assert set(faces(large)) == {"white"}
-    assert names(tuned) == list(figures.FINE_TUNED)
+    assert [name.split(",")[0] for name in names(tuned)] == [name for name in figures.FINE_TUNED for _ in range(2)]
+    assert "asked of ours" in titles[1]
     assert "white" not in faces(tuned)
     pyplot.close(figure)
 

@@ -67,7 +67,13 @@ PANELS: tuple[tuple[str, Criterion, dict[str, dict[str, str]]], ...] = (
     (
         "Filters at 10 M, final loss minus compiled's",
         MVE_LOSS,
-        {"pretrain_filter_mve": {"cce_filter": "cce_filter (ours, samples dE and dC)"}, "apple": _10M},
+        {
+            "pretrain_filter_mve": {
+                "cce_filter": "cce_filter (ours, samples dE and dC), 512 steps",
+                CONTROL: f"control ({CONTROL}), 512 steps",
+            },
+            "apple": _10M,
+        },
     ),
     ("Filters at 10 M, test loss minus compiled's", VALID_LOSS, {"apple_test": _10M}),
     (
@@ -82,7 +88,7 @@ PANELS: tuple[tuple[str, Criterion, dict[str, dict[str, str]]], ...] = (
         },
     ),
 )
-FINE_TUNED_LOSS = "Fine-tuned with cce_filter, minus compiled's"
+FINE_TUNED_LOSS = "Fine-tuned at 448 M, minus compiled's"
 FINE_TUNED = {
     name: f"finetune_filter_{name.lower().replace(' ', '_')}"
     for name in ("GLA", "Transformer", "KDA", "Gated DeltaNet")
@@ -183,7 +189,8 @@ def _filter_rows(results: Path) -> list[ForestRow]:
         for group, words in groups.items():
             rows += difference_rows(found(group), criterion, panel, words)
     for model, group in FINE_TUNED.items():
-        rows += difference_rows(found(group), FINAL_LOSS, FINE_TUNED_LOSS, {"cce_filter": model})
+        words = {"cce_filter": f"{model}, cce_filter (ours, samples)", CONTROL: f"{model}, control"}
+        rows += difference_rows(found(group), FINAL_LOSS, FINE_TUNED_LOSS, words)
     return rows
 
 

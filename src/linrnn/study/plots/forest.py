@@ -41,7 +41,7 @@ NOTE = (
     "H200, older kernels: peak memory of GLA 1b3 against eager, and pale bars of memory at 1b3.\n"
     "H100, older kernels: largest batch of GLA with checkpointing. H200: fine-tuning of all models but GLA.\n"
     "All else: H100. V = 128,256 at 1b3 where no other vocabulary is named.\n"
-    "Filters at 10 M: GLA from random weights. Fine-tuned: models of some 448 M parameters. Test loss: WikiText-103.\n"
+    "Filters at 10 M: GLA from random weights, 305 steps where no number stands. Test loss: WikiText-103.\n"
     "Outside of ±0.01 nats a wide axis is logarithmic.\n"
     "Batches and memory do not scatter."
 )
@@ -200,7 +200,8 @@ def _title(rows: Sequence[Row]) -> str:
     counts = sorted({row.verdict.n for row in rows})
     n = f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
     told = "; ".join(filter(None, [better, n]))
-    return f"{words}: {f'ratio {asked}' if criterion.ratio else f'{asked} nats'} asked ({told})"
+    of_whom = "asked of ours" if words == OF_LIGER else "asked"
+    return f"{words}: {f'ratio {asked}' if criterion.ratio else f'{asked} nats'} {of_whom} ({told})"
 
 
 def _slots(rows: Sequence[Row]) -> list[str]:
