@@ -269,7 +269,9 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
     config = load_config(small("trainer.max_steps=2"))
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
     config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
-    refusal = r"retnet has no CPU form.*\n.*run it on a GPU machine, choose model=gla or model=gated_deltanet"
+    refusal = (
+        r"retnet has no CPU form.*\n.*run it on a machine with an NVIDIA GPU; on a CPU use model=gla, gated_deltanet"
+    )
     for begin in (make_training_plan, Trainer):  # a dry run only needs the plan
         with pytest.raises(UnsupportedError, match=refusal):
             begin(config)

@@ -341,6 +341,18 @@ def test_a_dry_run_foresees_and_writes_nothing(
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "compiled", "known"),
+    [("gla", "none", True), ("gla", "blocks", True), ("gla", "model", False), ("kda", "blocks", False)],
+)
+def test_a_dry_run_says_where_the_memory_is_that_of_uncompiled_blocks(
+    model: str, compiled: str, known: bool, command_here: Command, small: Callable[..., list[str]]
+) -> None:
+    done = command_here("train.py", *small("dry_run=true", f"model={model}", f"trainer.compile={compiled}"))
+    assert done.returncode == 0, done.stderr
+    assert ("as with trainer.compile=none" in done.stdout) != known
+
+
 def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(
     command_here: Command, small: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from linrnn.models.attention import flash_attn_func
 from linrnn.models.facts import FACTS
 from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.support import CRASH_WITH_NARROW_HEADS
+from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -250,11 +251,32 @@ def test_narrow_heads_that_crash_on_hopper_are_refused_there_alone(name: str, mo
     check(8, "size=smoke")
 
 
+def test_what_fla_cannot_build_anywhere_is_not_sent_to_a_gpu(small: Small) -> None:
+    for name, cause in (
+        ("mom", "adds a loss of its own"),
+        ("yoco", "is not an embedding"),
+        ("rodimus", "cannot build"),
+    ):
+        with pytest.raises((ConfigError, UnsupportedError), match=cause):
+            make_training_plan(load_config(small("model=fla", f"model.config={name}")))
+
+
+def test_the_name_of_a_model_of_fla_s_leads_to_it() -> None:
+    with pytest.raises(ConfigError, match=r"FLA has it: model=fla model\.config=rwkv7; nearest: "):
+        load_config(["model=RWKV-7"])
+    with pytest.raises(ConfigError) as error:
+        load_config(["model=rwkv8"])
+    assert "FLA has it" not in error.value.remedy
+    config = load_config(["model=fla", "model.config=delta_net", "model.chunk_size=32"])
+    with pytest.raises(ConfigError, match="fla:delta_net has no chunks"):
+        check_supported(config.model, torch.device("cpu"))
+
+
 def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:
     config = load_config(["model=fla", "model.config=mamba2"])
     with pytest.raises(UnsupportedError, match="mamba2 has no CPU form") as error:
         check_supported(config.model, torch.device("cpu"))
-    assert "model=fla model.config=delta_net" in error.value.remedy
+    assert "model=fla model.config=delta_net, hgrn2" in error.value.remedy
 
 
 @pytest.mark.parametrize("raised", ["by FLA", "elsewhere"])

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from linrnn.config.fla.names import settle_fla_model
+from linrnn.config.fla.names import find_fla_model, settle_fla_model
 from linrnn.config.older_keys import refuse_old_names, regrouped
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
@@ -447,9 +447,11 @@ def _explain(error: Exception, overrides: Sequence[str], config_name: str) -> Co
     if missing := re.search(r"Could not find '(?:[\w/]*/)?([\w.-]+)/([^'/]*)'", text):
         group, option = missing.groups()
         options = options_of(group)
+        known = find_fla_model(option) if group == "model" else None
+        of_fla = f"FLA has it: model=fla model.config={known}; " if known else ""
         return ConfigError(
             f"{group}={option}: there is no such {group}",
-            f"nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
+            f"{of_fla}nearest: {', '.join(nearest(option, options))}; all: {', '.join(options)}",
         )
     if unchosen := re.search(r"You must specify '(\w+)'", text):
         group = unchosen.group(1)

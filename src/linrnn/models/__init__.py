@@ -4,15 +4,17 @@ from linrnn.models.build import build_model
 from linrnn.models.deferred import BlankModel
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.pretrained import open_pretrained
-from linrnn.models.support import check_heads, check_supported, explain_refusal
+from linrnn.models.support import check_device, check_heads, check_installed, check_supported, explain_refusal
 from linrnn.models.weights import check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
 
 __all__ = [
     "BlankModel",
     "LanguageModel",
     "build_model",
+    "check_device",
     "check_dimensions",
     "check_heads",
+    "check_installed",
     "check_supported",
     "explain_refusal",
     "find_pretrained",

@@ -25,15 +25,21 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
     """Raise if a model cannot train on `device` with the installed versions.
 
     Raises:
-        ConfigError: the model is unknown, or its kernel does not take this chunk size.
-        UnsupportedError: FLA is missing or of another version, the device does not exist, the model has no CPU form, or
-            Triton has known wrong results.
+        ConfigError, UnsupportedError: as for :func:`check_installed` and :func:`check_device`.
     """
-    if isinstance(model, FlaModelConfig):
-        kind = model.config
-    else:
-        kind = model.name
-        matched(kind)  # raises for an unknown name
+    check_installed(model)
+    check_device(model, device)
+
+
+def check_installed(model: ModelConfig) -> None:
+    """Raise if a model cannot be built with the installed versions, on any device.
+
+    Raises:
+        ConfigError: the model is unknown, or its kernel does not take this chunk size.
+        UnsupportedError: FLA is missing or of another version.
+    """
+    if not isinstance(model, FlaModelConfig):
+        matched(model.name)  # raises for an unknown name
     _check_chunk_size(model)
     try:
         installed = importlib.metadata.version("flash-linear-attention")
@@ -47,6 +53,15 @@ def check_supported(model: ModelConfig, device: torch.device) -> None:
             f"flash-linear-attention {installed} is installed; linrnn calls into {FLA_VERSION}",
             f"pip install flash-linear-attention=={FLA_VERSION}",
         )
+
+
+def check_device(model: ModelConfig, device: torch.device) -> None:
+    """Raise if a model cannot train on `device`.
+
+    Raises:
+        UnsupportedError: the device does not exist, the model has no CPU form, or Triton has known wrong results.
+    """
+    kind = model.config if isinstance(model, FlaModelConfig) else model.name
     if device.type == "cuda":
         _check_cuda(kind)
     elif device.type == "cpu":
@@ -80,7 +95,7 @@ def _check_chunk_size(model: ModelConfig) -> None:
         return
     if (chunks := facts_of(model.name).chunks) is None:
         raise ConfigError(
-            f"model.chunk_size={model.chunk_size}: {model.name} has no chunks whose size can be set",
+            f"model.chunk_size={model.chunk_size}: {model.label} has no chunks whose size can be set",
             "use model.chunk_size=null",
         )
     if model.chunk_size not in chunks.sizes:

@@ -19,7 +19,7 @@ from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
 from linrnn.losses import check_loss, check_vocabulary_parallel
-from linrnn.models import check_heads, check_supported
+from linrnn.models import check_device, check_heads, check_installed
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
 from linrnn.training.execution.cuda_graph import check_cuda_graph
@@ -146,9 +146,11 @@ def make_plan(config: Config) -> Plan:
     device = resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
     check_loss(config.loss, device, compute_dtype(precision))
-    check_supported(config.model, device)
+    check_installed(config.model)
     plan = Plan(config, device, precision)
-    check_heads(plan.architecture(vocabulary_size(config.data)), device)
+    architecture = plan.architecture(vocabulary_size(config.data))  # refuses a model that cannot be built anywhere
+    check_device(config.model, device)
+    check_heads(architecture, device)
     return plan
 
 

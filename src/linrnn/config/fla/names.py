@@ -33,6 +33,12 @@ def fla_models() -> dict[str, str]:
     return found
 
 
+def find_fla_model(name: str) -> str | None:
+    """FLA's `model_type` for a name, as in :func:`name_of_fla_model`; None if FLA has no such model."""
+    plain = {_plain(word): model for model, module in fla_models().items() for word in (module, model)}
+    return plain.get(_plain(name))
+
+
 def name_of_fla_model(name: str) -> str:
     """FLA's `model_type` for a name: case, dashes, underscores and spaces do not matter.
 
@@ -42,9 +48,8 @@ def name_of_fla_model(name: str) -> str:
     known = fla_models()
     if not known:  # linrnn.models.support says that FLA is missing
         return name
-    plain = {_plain(word): model for model, module in known.items() for word in (module, model)}
-    if _plain(name) in plain:
-        return plain[_plain(name)]
+    if found := find_fla_model(name):
+        return found
     likely = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0)
     raise ConfigError(
         f"model.config={name}: FLA has no such model, and this is no config.json",

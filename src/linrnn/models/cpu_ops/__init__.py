@@ -38,15 +38,15 @@ def check_model(model: str) -> None:
     """On a CPU, reject a model whose mixer has no version here.
 
     Raises:
-        UnsupportedError: FLA has only Triton kernels for the mixer.
+        UnsupportedError: there is no plain-torch version of the mixer.
     """
     if facts_of(model).cpu is None:
-        known = [f"model={name}" for name, facts in FACTS.items() if facts.matched and facts.cpu]
-        known += [f"model=fla model.config={name}" for name, facts in FACTS.items() if not facts.matched and facts.cpu]
+        own = [name for name, facts in FACTS.items() if facts.matched and facts.cpu]
+        of_fla = [name for name, facts in FACTS.items() if not facts.matched and facts.cpu]
         raise UnsupportedError(
-            f"{model} has no CPU form: FLA has Triton kernels alone for its mixer, which need an NVIDIA GPU",
-            f"run it on a GPU machine, choose {' or '.join(known)}, or write its plain-torch version "
-            "(docs/extending.md, Add a model)",
+            f"{model} has no CPU form: linrnn has no plain-torch version of its mixer",
+            f"run it on a machine with an NVIDIA GPU; on a CPU use model={', '.join(own)}, or model=fla "
+            f"model.config={', '.join(of_fla)}; or write its plain-torch version (docs/extending.md, Add a model)",
         )
 
 
