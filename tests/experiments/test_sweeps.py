@@ -23,7 +23,7 @@ from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
-from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, write_summary
+from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, last_told, write_summary
 from linrnn.experiments.sweep import (
     Sweep,
     _judge,
@@ -640,3 +640,16 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(
     sweep_of_runs._submit(points, ["hydra/launcher=submitit_slurm"], said.append)
     assert statuses(points) == ["failed", "finished", "finished", "failed"]
     assert sum("the job was lost: job 7 was lost" in line for line in said) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("", ""),
+        ("data: ready\nstep 3/9 | loss 5.1\n", "step 3/9 | loss 5.1"),
+        ("step 9/9\n\nwrote a/b/\n  summary.json\nnext:\n  python scripts/doctor.py    # what runs\n", "wrote a/b/"),
+        ("Traceback (most recent call last):\n  File x\nKeyError: 1\n", "KeyError: 1"),
+    ],
+)
+def test_the_line_that_a_sweep_shows_of_a_point_is_its_progress_or_its_end(output: str, told: str) -> None:
+    assert last_told(output) == told

@@ -22,7 +22,7 @@ from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryE
 from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.summary import status_of, summary_without_figures
+from linrnn.runs.summary import HINTS, status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 POLL_SECONDS = 0.2
@@ -325,9 +325,8 @@ class Process:
             time.sleep(POLL_SECONDS)
 
     def last_line(self) -> str:
-        """The last line that it printed."""
-        lines = self.point.log.read_text(errors="replace", encoding="utf-8").strip().splitlines()
-        return lines[-1] if lines else ""
+        """The last line that it printed about its progress or its end."""
+        return last_told(self.point.log.read_text(errors="replace", encoding="utf-8"))
 
     def conclude(self) -> dict[str, Any]:
         """The summary after the process has ended: the run's own, or one that says how it died. Releases the claim."""
@@ -417,3 +416,9 @@ def _end_with_parent() -> None:
     """In the child process: receive SIGTERM when the parent dies (Linux; elsewhere the child runs on)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def last_told(output: str) -> str:
+    """The last line at the left edge of a run's output: below the others stand the summary's figures and hints."""
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith(" ") and line != HINTS]
+    return lines[-1] if lines else ""

@@ -18,6 +18,7 @@ from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
+HINTS = "next:"  # the last line of a run's output that stands at the left edge: commands follow
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 _NEXT_LOSS_BY_VOCABULARY = {"cce_kahan": "cce_filter"}  # parallel=vocab refuses all other losses
 
@@ -231,7 +232,7 @@ def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[s
     kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
     evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
     return [
-        "next:",
+        HINTS,
         f"  {_with_loss(_train_command(config), other, python)}  # another loss",
         *([f"  {evaluate}"] if checkpoints else []),
         f"  {python} scripts/doctor.py    # what runs on this machine",

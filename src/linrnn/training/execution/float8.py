@@ -21,6 +21,8 @@ MULTIPLE = 16  # torch._scaled_mm takes matrices of such sizes only
 SMALLEST = 128  # inputs and outputs of a layer that is converted: a choice, not measured
 # torchao's own extensions, which linrnn does not call, each print a line where they do not load.
 logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith("Failed to load"))
+# torch ≥ 2.13 asks torchao to register its constants in another way.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in record.getMessage())
 
 
 def check_float8(config: Config, device: torch.device, precision: str, tokens: int) -> None:
