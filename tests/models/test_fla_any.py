@@ -8,9 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn import costs
 from linrnn.config import compose, load_config, read_config, run_name, to_yaml
@@ -23,7 +26,7 @@ from linrnn.models import build_model, check_heads, check_supported
 from linrnn.models.architecture import resolve
 from linrnn.models.attention import flash_attn_func
 from linrnn.models.facts import FACTS
-from linrnn.models.fla_any import FlaArchitecture
+from linrnn.models.fla_any import FlaArchitecture, build_hf
 from linrnn.models.support import CRASH_WITH_NARROW_HEADS
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
@@ -128,8 +131,64 @@ def test_what_has_no_formula_is_unknown() -> None:
         sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
         assert costs.communication(arch, config.parallel, **sharded) is None
         assert costs.training_state(arch, "fp32", optimizer=config.optimizer)["parameters"] == 4 * arch.n_parameters
-    for unknown in (architecture("rwkv7"), architecture("linear_attn"), architecture("gsa", "model.attention_every=2")):
+    for unknown in (architecture("rwkv6"), architecture("linear_attn"), architecture("abc", "model.attention_every=2")):
         assert costs.model_flops(unknown, 1, 64) is None
+
+
+def step_of_rwkv7(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
+    """Read κ̂ and remove it, add the new value, read r."""
+    removed = state @ key
+    state = torch.baddbmm(torch.baddbmm(state, removed, key.mT), value, key.mT)
+    state @ key
+
+
+def step_of_mamba2(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
+    torch.baddbmm(state, value, key.mT) @ key
+
+
+def step_of_gsa(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
+    """The slots are the keys of two states: one of values, one of keys."""
+    for other in (value, torch.zeros(len(key), fla.hidden_size // fla.num_heads, 1)):
+        memory = torch.baddbmm(torch.zeros(len(key), other.shape[1], key.shape[1]), other, key.mT)
+        memory @ key
+
+
+def step_of_delta_product(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
+    for _ in range(fla.num_householder):
+        state = torch.baddbmm(state, value - state @ key, key.mT)
+    state @ key
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "sizes"),
+    [
+        ("rwkv7", step_of_rwkv7, lambda fla: (fla.num_heads, fla.head_dim, fla.head_dim)),
+        ("mamba2", step_of_mamba2, lambda fla: (fla.num_heads, fla.state_size, fla.head_dim)),
+        ("gsa", step_of_gsa, lambda fla: (fla.num_heads, fla.num_slots, fla.hidden_size // fla.num_heads)),
+        (
+            "gated_deltaproduct",
+            step_of_delta_product,
+            lambda fla: (fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v)),
+        ),
+    ],
+)
+def test_the_flops_of_a_recurrence_are_those_of_its_definition(
+    name: str, step: Callable[..., None], sizes: Callable[[Any], tuple[int, int, int]]
+) -> None:
+    """One token through the recurrence as the paper writes it, counted by PyTorch."""
+    arch = architecture(name)
+    fla = build_hf(name, arch.settings, "meta").config
+    heads, keys, values = sizes(fla)
+    with FlopCounterMode(display=False) as counted:
+        step(fla, torch.zeros(heads, values, keys), torch.zeros(heads, keys, 1), torch.zeros(heads, values, 1))
+    assert arch.recurrence_flops == counted.get_total_flops() > 0
+    scan = 5 * arch.num_layers * arch.recurrence_flops
+    flops = forward_flops(arch, 1, 5)
+    assert flops is not None
+    assert flops["mixer_scan"] == scan
+    linears = arch.counts.mixer_linears + arch.counts.mlp_linears
+    assert costs.model_flops(arch, 1, 5) == 3 * (2 * 5 * (linears + arch.embedding_parameters) + scan)
+    assert 0.9 < linears / arch.body_parameters <= 1, "all large matrices are linear layers"
 
 
 def test_a_hybrid_s_attention_layers_count_as_attention() -> None:

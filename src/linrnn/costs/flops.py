@@ -70,12 +70,13 @@ def scan_of_fla(arch: FlaArchitecture, seq_len: int, *, usual: bool) -> int | No
     Args:
         usual: attention counts all pairs that a window leaves, as for `mfu_6n`, and not the causal ones alone.
     """
-    own = facts_of(arch.kind).flops
+    own, of_token = facts_of(arch.kind).flops, arch.recurrence_flops
     native = arch.num_layers - arch.attention_layers
-    if own is None or (native and not arch.head_k_dim) or (arch.attention_layers and not arch.attention_heads):
+    if own is not None and arch.head_k_dim:
+        of_token = arch.num_heads * (own.usual if usual else own.definition)(arch, seq_len)
+    if (native and of_token is None) or (arch.attention_layers and not arch.attention_heads):
         return None
-    formula = own.usual if usual else own.definition
-    of_recurrence = native * arch.num_heads * seq_len * formula(arch, seq_len) if native else 0
+    of_recurrence = native * seq_len * (of_token or 0)
     window = min(arch.attention_window or seq_len, seq_len)
     pairs = window * seq_len if usual else window * seq_len - window * (window - 1) // 2
     # Queries times keys and scores times values: 2 products of `hidden_size` elements a pair, over all heads.

@@ -1,4 +1,4 @@
-"""What the rest of linrnn knows about a model: one `ModelFacts` for each, in a file of its own in `linrnn.models.zoo`.
+"""What the rest of linrnn knows about a model: one `ModelFacts` for each, in `linrnn.models.zoo`.
 
 A fact that is None is unknown. Costs then say *unknown*, and what needs the fact is refused. No model takes the formula
 of another one.
@@ -223,6 +223,8 @@ class ModelFacts:
         sized: for `model=fla`: settings of FLA's that follow from (width, heads), besides `num_heads` and `head_dim`.
         state: for `model=fla`: (heads, key dimension, value dimension) of the recurrence that `flops` describes, read
             from FLA's configuration. None for settings that `flops` does not describe.
+        recurrence: for `model=fla` without `flops`: FLOPs of the recurrence for one token in one layer, by the model's
+            definition, from FLA's configuration. None for settings that it does not describe.
     """
 
     name: str
@@ -236,6 +238,7 @@ class ModelFacts:
     known_wrong: KnownWrong | None = None
     sized: Callable[[int, int], dict[str, Any]] = lambda width, heads: {}
     state: Callable[[Any], tuple[int, int, int] | None] = lambda fla: None
+    recurrence: Callable[[Any], int | None] = lambda fla: None
 
 
 FACTS: dict[str, ModelFacts] = {}

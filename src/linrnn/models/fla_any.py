@@ -60,6 +60,7 @@ class FlaArchitecture(Architecture):
     fla: str
     settings: str
     counts: Counts
+    recurrence_flops: int | None
     attention_layers: int
     attention_heads: int
     attention_window: int | None
@@ -215,6 +216,7 @@ def _built(name: str, settings: str, size: str) -> FlaArchitecture:
         fla=name,
         settings=settings,
         counts=counts,
+        recurrence_flops=facts_of(name).recurrence(config),
         attention_layers=sum(len(spec["layers"]) for spec in specs),
         attention_heads=specs[0]["num_heads"] if specs else 0,
         attention_window=specs[0].get("window_size") if specs else None,

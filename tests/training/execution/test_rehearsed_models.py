@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 
 
 @pytest.mark.parametrize("name", [*NO_CPU_FORM, *OPTIONS])
-def test_a_model_without_a_file_in_the_zoo_is_rehearsed_and_nothing_changes(
+def test_a_model_without_a_cpu_form_is_rehearsed_and_nothing_changes(
     name: str, small: Small, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)

@@ -17,7 +17,7 @@ from linrnn.core.output import say as print_line
 from linrnn.data import Batch
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
-from linrnn.models.facts import FACTS
+from linrnn.models.facts import facts_of
 from linrnn.profiling import watched_loss
 from linrnn.training.build import BuiltRun
 from linrnn.training.runtime import loss_inputs
@@ -46,12 +46,12 @@ def rehearses(config: Config, device: torch.device) -> bool:
     """Whether a run's kernels are compiled ahead.
 
     Not those of a model that torch.compile compiles. Nor, where ranks share one model, those of a model that has no
-    file in linrnn.models.zoo: nobody has rehearsed it there, and an error would end the run.
+    CPU form: nobody has rehearsed it there, and an error would end the run.
     """
     if device.type != "cuda" or config.trainer.compile != "none":
         return False
     name = config.model.config if isinstance(config.model, FlaModelConfig) else config.model.name
-    return name in FACTS or not isinstance(config.parallel, FsdpConfig)
+    return facts_of(name).cpu is not None or not isinstance(config.parallel, FsdpConfig)
 
 
 def compile_kernels_of(
