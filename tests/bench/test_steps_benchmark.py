@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,8 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
-from linrnn.study.benchmarks.step_speed import names_of
+from linrnn.study.benchmarks.step_speed import names_of, step_speeds
+from linrnn.study.criteria import SPEED_AT_LARGEST
 from linrnn.training.checkpoint import found
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
@@ -144,10 +146,10 @@ def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
 def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
-    bench = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print)
-    again = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print)
+    bench = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print, [2])
+    again = run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print, [2])
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
-    again._warm_up(loss, replace(ROW))
+    again._warm_up(loss, replace(ROW, batch=2))
     fresh = run._build_model(bench.step.model.arch, parse_line(GLA, config), torch.device("cpu"), torch.float32)
     for weight, own, stepped in zip(
         fresh.parameters(), bench.step.model.parameters(), again.step.model.parameters(), strict=True
@@ -183,7 +185,9 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
 def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Graphs(monkeypatch)
     config = config_of(tmp_path)
-    eager, graphed = (run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print) for _ in range(2))
+    eager, graphed = (
+        run.Bench(config, Start(parse_line(GLA, config)), torch.device("cpu"), print, [2]) for _ in range(2)
+    )
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     for bench in (eager, graphed):
         bench._set_rate(0.1)
@@ -397,3 +401,34 @@ def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> 
         assert graphed.allocations == 0
         assert graphed.peak_gib == pytest.approx(eager.peak_gib, rel=0.05, abs=80 / 1024)  # workspaces of cuBLAS
         assert median(graphed.host_ms) < median(eager.host_ms)
+
+
+def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "losses=[standard,cce_kahan]", "batch_sizes=[2,1,3]")
+    assert [(row.loss, row.batch) for row in rows] == [
+        ("compiled", 2),
+        (AGAIN, 2),
+        ("standard", 1),
+        ("cce_kahan", 3),
+    ]
+    compiled, _, eager, ours = rows
+    pairs = [ms / base / 1.5 for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
+    assert ours.ratio == pytest.approx(estimate(pairs, ratios=True).value), "for equally many tokens"
+    assert ours.tokens_per_second == pytest.approx(3 * 16 / median(ours.wall_ms) * 1e3)
+    assert len({row.loss_nats for row in (compiled, eager, ours)}) == 3, "other batches have other losses"
+    [verdict] = [
+        one.verdict for one in step_speeds(rows) if (one.row.loss, one.verdict.against) == ("cce_kahan", "compiled")
+    ]
+    assert verdict.criterion is SPEED_AT_LARGEST
+    speeds = [1.5 * base / ms for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
+    assert verdict.value == pytest.approx(median(speeds))
+    page = report.write_report(tmp_path)[0].read_text()
+    assert "## gla smoke, 2 x 16 tokens, V = 96" in page
+    assert "Ratios are those of the time for equally many tokens." in page
+    assert re.search(r"\| `cce_kahan` \| 3 .* \| 3 \|\n", page)
+
+
+@pytest.mark.parametrize("sizes", ["[2,1]", "[2,1,0]", "[2,1,1,1]"])
+def test_a_batch_for_each_loss_or_for_none(sizes: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not give a number of sequences to each of compiled, standard"):
+        measured(tmp_path, "losses=[standard,cce_kahan]", f"batch_sizes={sizes}")

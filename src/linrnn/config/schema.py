@@ -551,6 +551,7 @@ class BenchStepsConfig:
     measure: bool
     models: list[str]
     losses: list[str]
+    batch_sizes: list[int]
     rounds: int = at_least(2)
     steps: int = at_least(1)
     settle: int = at_least(0)

@@ -82,7 +82,10 @@ def titles_of(rows: Sequence[Row]) -> dict[str, str]:
 
     Such lines differ in their data, say.
     """
-    titles = {row.line: title_of(row.line, row.model, row.size, row.batch, row.seq, row.v) for row in rows}
+    first = {row.line: row for row in reversed(rows)}  # later rows of a line may have batches of their own
+    titles = {
+        line: title_of(line, row.model, row.size, row.batch, row.seq, row.v) for line, row in reversed(first.items())
+    }
     alike: dict[str, list[list[str]]] = {}
     for line, title in titles.items():
         alike.setdefault(title, []).append(line.split())

@@ -88,9 +88,12 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
             f"`{first.line}`: {_sizes(own)}{_start(first)}{'; '.join(_turns(own, runs))}.", "",
         ]  # fmt: skip
         eager = next((row for row in own if row.loss == EAGER), None)
-        cells = [[cell(row, eager) for cell in _COLUMNS.values()] for row in own if row.status == "ok"]
+        columns = _COLUMNS if len({row.batch for row in own}) == 1 else {**_COLUMNS, "sequences": _sequences}
+        cells = [[cell(row, eager) for cell in columns.values()] for row in own if row.status == "ok"]
         if cells:
-            lines += [*Table(list(_COLUMNS), cells, words=("loss",)).markdown(), ""]
+            lines += [*Table(list(columns), cells, words=("loss",)).markdown(), ""]
+        if columns is not _COLUMNS:
+            lines += ["The losses have batches of their own. Ratios are those of the time for equally many tokens.", ""]
         remarks = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in own if row.status != "ok"]
         remarks += [
             f"* `{row.loss}`: the allocator called cudaMalloc {row.allocations} times within timed steps."
@@ -99,6 +102,10 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
         ]
         lines += [*remarks, *([""] if remarks else [])]
     return "\n".join(lines) + "\n"
+
+
+def _sequences(row: Row, _: Row | None) -> str:
+    return f"{row.batch}"
 
 
 def _to_eager(row: Row, eager: Row | None) -> str:

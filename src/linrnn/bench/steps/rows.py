@@ -38,7 +38,7 @@ class Row:
     wall_ms: list[float] = field(default_factory=list)  # from an idle device to an idle device
     device_ms: list[float] = field(default_factory=list)  # between CUDA events; empty on a CPU
     host_ms: list[float] = field(default_factory=list)  # until the host has given the device all work of the turn
-    ratio: float | None = None  # median of the rounds' ratios of wall_ms to BASELINE's
+    ratio: float | None = None  # median of the rounds' ratios of wall_ms to BASELINE's, for equally many tokens
     ratio_low: float | None = None  # Student's interval of 90 %, of the ratios' logarithms
     ratio_high: float | None = None
     allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU
@@ -79,10 +79,11 @@ class Row:
 
 
 def ratio_of(row: Row, base: Row | None) -> Estimate | None:
-    """Time divided by the base's in the same round; None if they have no rounds of one process in common."""
+    """Time divided by the base's in the same round, for equally many tokens; None without rounds of one process."""
     if base is None or row.run != base.run or not row.status == base.status == "ok" or not row.rounds:
         return None
-    ratios = [ms / of_base for ms, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+    more = row.batch / base.batch
+    ratios = [ms / of_base / more for ms, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
     return estimate(ratios, ratios=True)
 
 

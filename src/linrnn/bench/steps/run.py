@@ -3,7 +3,7 @@
 One model and one optimizer serve all losses, so that nothing but the loss differs. In a round each loss has a turn, in
 shuffled order. A turn is a few consecutive steps. The wall clock times it from an idle device to an idle device, so
 that the host counts. In each round a loss's time is divided by that of the baseline. Values, memory and the loss
-layer's own time are measured in steps of their own.
+layer's own time are measured in steps of their own. Each loss may have a batch of its own (`batch_sizes`).
 
 With trainer.cuda_graph=true every turn captures the passes of its loss anew, and their graph dies with the turn. A
 graph keeps the memory of its activations and gradients while it lives. All losses' graphs side by side would not fit,
@@ -16,7 +16,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
         raise ConfigError("models=[] names no model", "leave models out, or use measure=false to write the page alone")
     directory, device = results_directory(config, "bench_steps"), resolve_device(config.device)
     losses = {" ".join(text.split()): parse_loss(text) for text in [BASELINE, *config.losses]}
+    sizes = _batch_sizes(config, list(losses))
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: parse_loss(BASELINE), **losses}
     lines = {" ".join(text.split()): parse_line(text, config) for text in config.models}
     starts = {line: find_start(line, run) for line, run in lines.items()}
@@ -84,10 +85,25 @@ def run_benchmark(config: BenchStepsConfig, command: str, say: Say) -> list[Row]
     with tuning.show_progress(say):
         for number, (line, start) in enumerate(starts.items(), start=1):
             say(f"[{number}/{len(lines)}] {line}")
-            rows = measure_line(config, line, start, losses, device, run_id, say)
+            rows = measure_line(config, line, start, losses, device, run_id, say, sizes)
             append_rows(directory, rows)
             measured += rows
     return measured
+
+
+def _batch_sizes(config: BenchStepsConfig, losses: list[str]) -> dict[str, int]:
+    """The sequences of each loss that has a batch of its own.
+
+    Raises:
+        ConfigError: there is not one number for each loss, or one is below 1.
+    """
+    if config.batch_sizes and (len(config.batch_sizes) != len(losses) or min(config.batch_sizes) < 1):
+        raise ConfigError(
+            f"batch_sizes={config.batch_sizes} does not give a number of sequences to each of {', '.join(losses)}",
+            f"give {len(losses)} numbers of 1 or more, or leave batch_sizes out",
+        )
+    found = dict(zip(losses, config.batch_sizes, strict=False))
+    return found | ({AGAIN: found[BASELINE]} if found else {})
 
 
 def measure_line(
@@ -98,16 +114,21 @@ def measure_line(
     device: torch.device,
     run_id: str,
     say: Say,
+    sizes: dict[str, int],
 ) -> list[Row]:
-    """The rows of one model. What cannot run is a row with the reason."""
+    """The rows of one model. What cannot run is a row with the reason.
+
+    Args:
+        sizes: sequences of the losses that have a batch of their own.
+    """
     torch._dynamo.reset()  # the graphs of the line before, which also hold its model
     _free(device)
     run = start.run
     precision = resolve_precision(run.trainer.precision, device)
     rows = {
         text: Row(
-            line, run.model.label, run.size.name, 0, run.trainer.batch_size, run.trainer.seq_len, run.size.hidden_size,
-            start.vocab_size, precision, text, run_id, config.steps,
+            line, run.model.label, run.size.name, 0, sizes.get(text, run.trainer.batch_size), run.trainer.seq_len,
+            run.size.hidden_size, start.vocab_size, precision, text, run_id, config.steps,
             weights=str(start.weights.directory) if start.weights else None,
             text=start.data.fingerprint if start.data else None,
         )
@@ -119,7 +140,8 @@ def measure_line(
         _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
     first = next((row for row in rows.values() if row.status == "ok"), None)
     if first is not None:
-        _attempt(first, device, lambda: built.append(Bench(config, start, device, say)))
+        batches = {row.batch for row in rows.values()}
+        _attempt(first, device, lambda: built.append(Bench(config, start, device, say, batches)))
     if built:
         say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
         if start.weights and start.weights.remark:
@@ -137,6 +159,7 @@ def measure_line(
 
 def _check(run: Config, loss: LossConfig, row: Row) -> None:
     """Reject what cannot run here, before a model is built."""
+    run = replace(run, trainer=replace(run.trainer, batch_size=row.batch))
     plan = make_training_plan(run)
     arch = plan.architecture(row.v)
     row.parameters, row.d = arch.n_parameters, arch.hidden_size
@@ -145,9 +168,11 @@ def _check(run: Config, loss: LossConfig, row: Row) -> None:
 
 
 class Bench:
-    """One model, its optimizer and its batch. Kernels of the model are compiled."""
+    """One model, its optimizer and its batches, by their sequences. Kernels of the model are compiled."""
 
-    def __init__(self, config: BenchStepsConfig, start: Start, device: torch.device, say: Say) -> None:
+    def __init__(
+        self, config: BenchStepsConfig, start: Start, device: torch.device, say: Say, batches: Iterable[int]
+    ) -> None:
         run = start.run
         self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
         plan = make_training_plan(run)
@@ -164,11 +189,16 @@ class Bench:
             self.graphs = GraphCounter()
         if start.weights:
             start.weights.load(model)
-        batch = start.batch()
-        self.step = TrainingStep(
-            model, build_optimizer(model, run.optimizer, device), batch, tokens=batch.n_tokens,
-            precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
-        )  # fmt: skip
+        optimizer = build_optimizer(model, run.optimizer, device)
+        self.steps = {
+            batch.input_ids.shape[0]: TrainingStep(
+                model, optimizer, batch, tokens=batch.n_tokens,
+                precision=plan.precision, device=device, max_grad_norm=run.optimizer.max_grad_norm,
+            )
+            for batch in map(start.batch, sorted(batches))
+        }  # fmt: skip
+        self.step = next(iter(self.steps.values()))  # for what all batches share
+        batch = self.step.batch
         if rehearses(run, device):
             compile_kernels_of(lambda: rehearse(model, batch, plan.precision, device), device, say)
             self.step.drop_gradients()
@@ -232,9 +262,15 @@ class Bench:
                 self.step.drop_gradients()
                 _free(self.device)
 
-    def _step_of(self, loss: LossBackend) -> Step:
+    def _step_of(self, loss: LossBackend, row: Row) -> Step:
         """A step with this loss. Where the line asks for a CUDA graph, the first step captures it."""
-        return self.step.graphed(loss) if self.graphed else partial(self.step, loss)
+        step = self.steps[row.batch]
+        return step.graphed(loss) if self.graphed else partial(step, loss)
+
+    def _make_room(self) -> None:
+        """Between losses of several batches: give back the memory that the other batch's tensors were cut from."""
+        if len(self.steps) > 1:
+            _free(self.device)
 
     def _steps(self, step: Step, count: int) -> None:
         """Consecutive steps, with Python's garbage collected after each, as in a run."""
@@ -244,16 +280,18 @@ class Bench:
 
     def _first_values(self, loss: LossBackend, row: Row) -> None:
         """The loss and its gradient's norm, before the first step of the optimizer."""
+        self._make_room()
         began = time.perf_counter()
-        row.loss_nats = self.step.gradients(loss).item()
+        row.loss_nats = self.steps[row.batch].gradients(loss).item()
         row.gradient_norm = self.step.clip().item()
         row.first_s = time.perf_counter() - began
         self.step.drop_gradients()
 
     def _warm_up(self, loss: LossBackend, row: Row) -> None:
         """The first steps, and the memory of another one, which captures the graph if there is one."""
-        self._steps(partial(self.step, loss), self.config.warmup)
-        step = self._step_of(loss)
+        self._make_room()
+        self._steps(partial(self.steps[row.batch], loss), self.config.warmup)
+        step = self._step_of(loss, row)
         synchronize(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -264,7 +302,8 @@ class Bench:
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        step = self._step_of(loss)
+        self._make_room()
+        step = self._step_of(loss, row)
         self._steps(step, self.config.settle + self.graphed)
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
@@ -287,10 +326,12 @@ class Bench:
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
         """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
-        self._steps(partial(self.step, loss), self.config.settle)
+        self._make_room()
+        step = self.steps[row.batch]
+        self._steps(partial(step, loss), self.config.settle)
         timer = LossTimer(self.device, skip=0)
         for _ in range(self.config.steps):
-            self.step(loss, timer)
+            step(loss, timer)
             timer.step_ended()
             collect_after(1)
         synchronize(self.device)

@@ -29,15 +29,15 @@ class Start:
         assert self.run.size.vocab_size is not None
         return self.run.size.vocab_size
 
-    def batch(self) -> Batch:
+    def batch(self, sequences: int) -> Batch:
         """The first training batch of the data, in the order of `run.seed`, or random tokens. On the CPU."""
         trainer = self.run.trainer
         if self.data is None:
-            return random_batch(trainer.batch_size, trainer.seq_len, self.vocab_size, self.run.seed)
+            return random_batch(sequences, trainer.seq_len, self.vocab_size, self.run.seed)
         loader = BatchLoader(
             self.data.train,
             seq_len=trainer.seq_len,
-            batch_size=trainer.batch_size,
+            batch_size=sequences,
             seed=self.run.seed,
             reset_at_document=self.run.data.reset_at_document,
         )

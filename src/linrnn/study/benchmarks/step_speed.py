@@ -12,7 +12,7 @@ from statistics import median
 from linrnn.bench.steps.lines import titles_of
 from linrnn.bench.steps.rows import AGAIN, Row, ratio_of
 from linrnn.models.facts import model_in_words
-from linrnn.study.criteria import MEMORY, SPEED, Verdict, judge
+from linrnn.study.criteria import MEMORY, SPEED, SPEED_AT_LARGEST, Verdict, judge
 from linrnn.study.verdicts import BASELINES
 
 HOST_DECIDES = 0.97  # if the host issues kernels for so large a part of a step, it may decide the step's time
@@ -48,6 +48,8 @@ class StepSpeed:
 def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     """A verdict for every loss of every model line against compiled and eager, where both ran in one process.
 
+    Losses with batches of their own are held to the criterion of the largest batches.
+
     It is undecided where the host may decide the time of either loss's steps. AGAIN, the control, is judged against
     compiled alone: the same loss, whose ratio shows the noise.
     """
@@ -56,24 +58,31 @@ def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     for row, base in _pairs(rows):
         doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
         verdict = judge(
-            SPEED, row.model, row.loss, base.loss, _ratios(row, base), setting=names[row.line], doubts=doubts
+            SPEED if row.batch == base.batch else SPEED_AT_LARGEST,
+            row.model,
+            row.loss,
+            base.loss,
+            _ratios(row, base),
+            setting=names[row.line],
+            doubts=doubts,
         )
         found.append(StepSpeed(verdict, row, base))
     return found
 
 
 def step_peaks(rows: Sequence[Row]) -> list[Verdict]:
-    """A verdict on the peak memory for every loss of every model line, as :func:`step_speeds` pairs them."""
+    """A verdict on the peak memory for every loss of every model line, as :func:`step_speeds` pairs equal batches."""
     names = names_of(rows)
     return [
         judge(MEMORY, row.model, row.loss, base.loss, [row.peak_gib / base.peak_gib], setting=names[row.line])
         for row, base in _pairs(rows)
-        if row.peak_gib and base.peak_gib
+        if row.peak_gib and base.peak_gib and row.batch == base.batch
     ]
 
 
 def _ratios(row: Row, base: Row) -> list[float]:
-    return [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+    more = row.batch / base.batch
+    return [of_base / own * more for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
 
 
 def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
@@ -100,9 +109,13 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
     tokens: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
         vocabularies[row.size].add(row.v)
-        tokens[row.size].add((row.batch, row.seq))
-    names, titles = {}, titles_of(rows)
-    for row in rows:
+        if row.loss == BASELINES[0]:  # the other losses may have batches of their own
+            tokens[row.size].add((row.batch, row.seq))
+    names: dict[str, str] = {}
+    titles = titles_of(rows)
+    for row in sorted(rows, key=lambda row: row.loss != BASELINES[0]):
+        if row.line in names:
+            continue
         several = [f"{row.batch} x {row.seq:,}"] if len(tokens[row.size]) > 1 else []
         several += [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
         _, _, rest = titles[row.line].partition(f"V = {row.v:,}")
