@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         ids = torch.randint(model.config.vocab_size, (values.get("batch", 1), values.get("seq", 2048)), device=device)
         options = {"workspace_mib": values["workspace_mib"]} if "workspace_mib" in values else {}
         found = profile(model, ids, rounds=values.get("rounds", 5), **options)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+    except (TypeError, ValueError, ImportError, IndexError, RuntimeError) as error:
         print(f"error: {_in_words(error)}", file=sys.stderr)
         return 2
     print(json.dumps(_record(found)) if values.get("json") else found)
@@ -72,6 +72,8 @@ def _in_words(error: Exception) -> str:
         return f"{first}; the doctor needs it: pip install {error.name}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{first}; give a smaller batch or seq"
+    if isinstance(error, IndexError):
+        return f"the model failed: {first}; it may have fewer positions than tokens of a sequence: give a smaller seq"
     if isinstance(error, RuntimeError):
         return f"the model failed on this device: {first}; most models of FLA and Liger's loss need a GPU"
     return first

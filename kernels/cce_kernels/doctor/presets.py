@@ -66,8 +66,10 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         config = transformers.AutoConfig.for_model(kind, **(PRESETS[name][2] if name in PRESETS else {}))
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model: {name} is no causal language model, but of type {kind}")
-    for key, text in overrides.items():
-        _override(config, key, text)
+    values = {key: _override(config, key, text) for key, text in overrides.items()}
+    if values and not path.exists():  # anew, because the constructor derives some values from others
+        preset = PRESETS[name][2] if name in PRESETS else {}
+        config = transformers.AutoConfig.for_model(kind, **{**preset, **values})
     if path.is_dir() and any(path.glob("*.safetensors")):
         return auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True).to(device).train()
     with device:  # a GPU draws weights faster
@@ -106,8 +108,8 @@ def _register_fla() -> None:
         importlib.import_module("fla.models")
 
 
-def _override(config: Any, key: str, text: str) -> None:
-    """Set a value of the configuration. Text is read as JSON if it is JSON."""
+def _override(config: Any, key: str, text: str) -> Any:
+    """Set a value of the configuration, and return it. Text is read as JSON if it is JSON."""
     known = config.to_dict()
     if key not in known and not hasattr(config, key):
         meant = [f"; did you mean config.{near}?" for near in get_close_matches(key, known, n=1)]
@@ -122,3 +124,4 @@ def _override(config: Any, key: str, text: str) -> None:
         raise ValueError(
             f"config.{key}: a {type(config).__name__} refuses {text}: {error.__cause__ or error}"
         ) from None
+    return value

@@ -126,6 +126,19 @@ class DeferredLogits:
         return predicted_tokens(self.hidden, self.head.weight, **options)
 
 
+class DeferredHead:
+    """A head that returns `DeferredLogits`. Attributes, such as the weight's dtype, are those of the head."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def __call__(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, self._head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+
 class View:
     """A model with another head and loss, for one call of its forward.
 
@@ -136,19 +149,17 @@ class View:
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         """options: those of `linear_cross_entropy` that the model does not know of."""
         self._model, self._options, self._head = model, options, model.get_output_embeddings()
+        self._deferred = DeferredHead(self._head)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
         if value is self._head:
-            return self._defer
+            return self._deferred
         if name == "loss_function":
             return self._loss
         if isinstance(value, MethodType) and value.__self__ is self._model:
             return MethodType(value.__func__, self)
         return value
-
-    def _defer(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits(hidden, self._head)
 
     def _loss(
         self, logits: Any, labels: Tensor, vocab_size: int | None = None, num_items_in_batch: Any = None,

@@ -309,6 +309,19 @@ def test_a_model_type_takes_overrides(capsys):
     assert "Qwen2ForCausalLM on cpu" in capsys.readouterr().out
 
 
+def test_what_a_configuration_derives_follows_from_the_overrides(capsys):
+    """Two heads have two heads of keys, where the default's 32 heads have 32."""
+    sizes = ["hidden_size=64", "intermediate_size=64", "num_hidden_layers=1", "num_attention_heads=2", "vocab_size=99"]
+    arguments = ["model=llama", "seq=8", "rounds=1", "device=cpu", *(f"config.{size}" for size in sizes)]
+    assert main(arguments) == 0, capsys.readouterr().err
+
+
+def test_a_sequence_with_more_tokens_than_positions_is_explained(capsys):
+    sizes = ["n_layer=1", "n_embd=32", "n_head=2", "n_positions=16", "vocab_size=99"]
+    assert main(["model=gpt2", "seq=32", "device=cpu", *(f"config.{size}" for size in sizes)]) == 2
+    assert "fewer positions than tokens of a sequence: give a smaller seq" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

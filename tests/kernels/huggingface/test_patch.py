@@ -18,7 +18,7 @@ import torch
 import torch.distributed.tensor.parallel
 import transformers
 from cce_kernels.huggingface import deferred
-from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, same_step, step
+from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, initialised, same_step, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
@@ -37,6 +37,24 @@ CLASSES_OF_FLA = [
 def test_loss_and_gradients_of_every_transformers_class(name):
     ids, labels = batch()
     same_step(build_hf(name), input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_a_forward_that_reads_the_dtype_of_its_head(name):
+    ids, labels = batch()
+    options = {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1} if name == "Mamba2" else {}
+    config = getattr(transformers, f"{name}Config")(hidden_size=32, num_hidden_layers=1, vocab_size=VOCAB, **options)
+    same_step(initialised(lambda: getattr(transformers, f"{name}ForCausalLM")(config)), input_ids=ids, labels=labels)
+
+
+def test_an_output_without_logits_can_be_pickled():
+    ids, labels = batch()
+    output = cce_kernels.patch(build_hf("Llama"))(ids, labels=labels)
+    again = pickle.loads(pickle.dumps(output))
+    assert type(again) is type(output)
+    assert again.loss == output.loss
+    with pytest.raises(AttributeError, match="without logits"):
+        again.logits  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GraniteMoe"])
