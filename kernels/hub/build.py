@@ -29,4 +29,6 @@ def build(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python kernels/hub/build.py FOLDER, which does not exist yet")
     print(build(Path(sys.argv[1])))

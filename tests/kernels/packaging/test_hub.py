@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from forked import ROOT, start
 from torch import Tensor, nn
@@ -74,3 +75,9 @@ def test_a_kernel_from_a_local_repository(tmp_path):
     process.join(100)
     assert process.exitcode == 0, printed.read_text()[-3000:]
     assert printed.read_text().endswith("done\n")
+
+
+def test_without_a_folder_the_command_says_how_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(BUILD)])
+    with pytest.raises(SystemExit, match=r"usage: python kernels/hub/build\.py FOLDER"):
+        runpy.run_path(str(BUILD), run_name="__main__")
