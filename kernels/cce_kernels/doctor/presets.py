@@ -60,15 +60,15 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         near = get_close_matches(name, known, n=3, cutoff=0.5)
         meant = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(PRESETS)}"
         raise ValueError(f"model: there is no folder, config.json, preset or model type {name}; {meant}")
+    preset = PRESETS[name][2] if name in PRESETS else {}
     if path.exists():
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     else:
-        config = transformers.AutoConfig.for_model(kind, **(PRESETS[name][2] if name in PRESETS else {}))
+        config = transformers.AutoConfig.for_model(kind, **preset)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model: {name} is no causal language model, but of type {kind}")
     values = {key: _override(config, key, text) for key, text in overrides.items()}
     if values and not path.exists():  # anew, because the constructor derives some values from others
-        preset = PRESETS[name][2] if name in PRESETS else {}
         config = transformers.AutoConfig.for_model(kind, **{**preset, **values})
     if path.is_dir() and any(path.glob("*.safetensors")):
         return auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True).to(device).train()
