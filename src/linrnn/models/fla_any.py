@@ -52,6 +52,7 @@ class FlaArchitecture(Architecture):
         fla: FLA's `model_type`.
         settings: JSON of the arguments of FLA's configuration.
         counts: its parameters.
+        recurrence_flops: of one token in one layer, from the facts' `recurrence`; None: the facts have none.
         attention_layers: layers that are softmax attention instead of the model's own mixer.
         attention_heads: heads of these layers.
         attention_window: the latest tokens that these layers see; None: all.

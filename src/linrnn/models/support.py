@@ -79,14 +79,14 @@ def check_heads(architecture: Architecture, device: torch.device) -> None:
     kind = architecture.kind
     if not isinstance(architecture, FlaArchitecture) or kind not in CRASH_WITH_NARROW_HEADS or device.type != "cuda":
         return
-    settings = json.loads(architecture.settings)
-    head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_heads"]
+    width = architecture.hidden_size
+    head_dim = json.loads(architecture.settings).get("head_dim") or width // architecture.num_heads
     if head_dim < LEAST_HEAD_DIM and torch.cuda.get_device_capability(device)[0] == 9:
         raise UnsupportedError(
             f"model.config={kind}: on Hopper GPUs FLA's kernels access memory that is not theirs, with heads of "
             f"{head_dim} dimensions",
             f"use heads of {LEAST_HEAD_DIM} dimensions or more: size=mve, or "
-            f"size.mixers.transformer.num_heads={max(1, settings['hidden_size'] // LEAST_HEAD_DIM)}",
+            f"size.mixers.transformer.num_heads={max(1, width // LEAST_HEAD_DIM)}",
         )
 
 
