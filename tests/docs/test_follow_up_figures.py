@@ -47,6 +47,34 @@ def test_the_table_of_the_follow_ups_speeds_holds_the_rows_and_verdicts() -> Non
     assert sorted(table_of("h7_follow_ups.md", "H100, 8 x 2048 tokens, step")) == sorted(expected)
 
 
+def test_the_table_of_every_loss_beside_float8_holds_the_rows() -> None:
+    rows = read_rows(steps("_float8"))
+    judged = {one.row.loss: one.verdict for one in step_speeds(rows) if one.verdict.against == "compiled"}
+    expected = [
+        [
+            f"`{row.loss}`",
+            f"{row.step_ms:.1f}",
+            answer_of(judged[row.loss]) if row.loss in judged else "-",
+            f"{row.loss_layer_ms:.1f}",
+            percent(row.loss_layer_share),
+            f"{row.peak_gib:.2f}",
+        ]
+        for row in rows
+    ]
+    assert table_of("h7_follow_ups.md", "H100, Transformer 1b3 with float8 blocks, loss") == expected
+    page = " ".join((ROOT / "docs/study/h7_follow_ups.md").read_text(encoding="utf-8").split())
+    control = judged[AGAIN]
+    assert control.n == 5
+    assert f"compiled built twice has an interval of {control.low:.3f} to {control.high:.3f}." in page
+    slower = {loss for loss, verdict in judged.items() if (verdict.high or 0) < 1}
+    assert slower == {"fla", "liger"}
+    assert "Only FLA's and Liger's losses are slower than compiled with their whole interval." in page
+    shares = [
+        percent(row.loss_layer_share) for loss in ("cce_kahan", "standard", "fla") for row in rows if row.loss == loss
+    ]
+    assert "takes {} of a step with ours, {} with eager and {} with FLA's.".format(*shares) in page
+
+
 def test_the_table_of_the_follow_ups_shares_holds_the_rows() -> None:
     attainable = {
         one.verdict.setting: one.attainable

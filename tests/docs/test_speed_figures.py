@@ -38,6 +38,7 @@ from linrnn.study.results import read_committed
         ("_kda", "h1b_step_speed.md", "H100, KDA in a later process, 8 x 2048 tokens a step", 6),
         ("_262144", "h1b_step_speed.md", "H100, V = 262,144, 8 x 2048 tokens a step", 6),
         ("_350m_graphs", "h1b_step_speed.md", "H100, one CUDA graph a step, 8 x 2048 tokens", 8),
+        ("_mve_graphs", "h1b_step_speed.md", "H100, MVE, one CUDA graph a step, 8 x 2048 tokens", 16),
         ("_lengths", "h4_linear_rnn_or_transformer.md", "H100, 16,384 tokens a step", 6),
         ("_chunks", "h4_linear_rnn_or_transformer.md", "H100, tokens of a chunk", 6),
         ("_followups_350m", "h7_follow_ups.md", "H100, 350M, V = 131,072, 8 x 2048 tokens a step", 8),
@@ -169,6 +170,31 @@ def test_the_graphs_and_the_host_at_350m_are_told_with_their_rows() -> None:
     saved = {f"{own['compiled'].peak_gib - own['cce_kahan'].peak_gib:.2f}" for own in rows.values()}
     assert saved == {"1.81"}
     assert "Ours peaks 1.81 GiB lower than compiled in every line." in follow_ups_page
+
+
+def test_the_mve_as_cuda_graphs_is_told_with_its_rows() -> None:
+    page = " ".join((ROOT / "docs/study/h1b_step_speed.md").read_text(encoding="utf-8").split())
+    found = read_rows(steps("_mve_graphs"))
+    ours = [one.verdict for one in step_speeds(found) if one.row.loss == "cce_kahan"]
+    assert {(v.verdict, v.n) for v in ours} == {("met", 16)}
+    ratios = {base: [v.value or 0 for v in ours if v.against == base] for base in ("compiled", "standard")}
+    told = "met**, {:.3f} and {:.3f} against torch.compile, {:.3f} and {:.3f} against eager."
+    assert told.format(*ratios["compiled"], *ratios["standard"]) in page
+    index = index_rows("Faster steps")
+    setting = "MVE as CUDA graphs, GLA and Transformer"
+    assert [setting, "torch.compile", "1.08", span(ratios["compiled"]), "**met**", "16"] in index
+    assert ["the same", "eager", "1.08", span(ratios["standard"]), "**met**", "16"] in index
+    assert (
+        f"10 M steps (MVE) as CUDA graphs: speed | - | {span(ratios['compiled'])} | ratio | 16 rounds |" in FIRST_SCREEN
+    )
+    rows = by_name(found)
+    peaks = [
+        [rows[f"{model} mve, cuda_graph=true"][loss].peak_gib for loss in ("standard", "compiled", "cce_kahan")]
+        for model in ("GLA", "Transformer")
+    ]
+    assert "GLA: {:.2f} GiB with eager, {:.2f} with compiled and {:.2f} with ours.".format(*peaks[0]) in page
+    assert "The Transformer: {:.2f}, {:.2f} and {:.2f}.".format(*peaks[1]) in page
+    assert min(v.low or 0 for v in ours) > 0.95, "the MVE's criterion"
 
 
 def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:

@@ -87,10 +87,10 @@ def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> No
 
 def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_wait_for_the_host() -> None:
     figure = figures.study(ROOT / "results")
-    speed, liger, batch, memory, loss, curves, *filters = figure.axes
+    speed, mve, liger, batch, at_largest, memory, loss, curves, *filters = figure.axes
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 6 to 8)"
-    assert titles[4] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
+    assert titles[6] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
 
     def faces(axes: Axes) -> list[str]:
         return [str(line.get_markerfacecolor()) for line in axes.lines if len(line.get_xdata()) == 1]
@@ -103,7 +103,10 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
         for own in figures.STEPS
     ]
     speeds = [one.verdict for together in rows for one in step_speeds(together)]
-    drawn = [v for v in speeds if v.backend in ("cce_kahan", AGAIN)]
+    of_mve = [v for v in speeds if " mve" in v.setting]
+    assert len(faces(mve)) == len(of_mve) - 4 == 6, "without eager's and compiled's own verdicts"
+    assert len(names(mve)) == 2
+    drawn = [v for v in speeds if v.backend in ("cce_kahan", AGAIN) and v not in of_mve]
     assert faces(speed).count("white") == sum(v.verdict == "undecided" for v in drawn) > 0
     assert len(faces(speed)) == len(drawn) > faces(speed).count("white")
     assert len(names(speed)) == len({v.setting for v in drawn}) == sum(v.backend == AGAIN for v in drawn)
@@ -117,6 +120,12 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert "white" not in faces(memory) + faces(batch), "they do not scatter"
     ratios = [verdict.value for _, verdict in batch_verdicts(searches_on_the_h100(ROOT / "results"))]
     assert len(names(batch)) == 12, "four models, three kinds of checkpointing"
+    largest = read_rows(ROOT / "results" / "bench_steps" / f"{figures.DEVICE}{figures.AT_LARGEST[0]}")
+    own = [one.verdict for one in step_speeds(largest) if one.verdict.backend in ("cce_kahan", AGAIN)]
+    assert len(faces(at_largest)) == len(own) == 30
+    assert faces(at_largest).count("white") == sum(v.verdict == "undecided" for v in own) == 3
+    assert set(names(at_largest)) < set(names(batch)), "without the batches"
+    assert not at_largest.patches, "a loss layer without cost would have the same batch"
     assert sorted(text.get_text() for text in batch.texts) == sorted(f"{ratio:.2f}" for ratio in ratios)
     assert all(bar.get_width() < 0 for bar in memory.patches)
     assert all(bar.get_width() > 0 for bar in speed.patches)
@@ -127,7 +136,7 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert sorted(targets) == [-0.01, 0.01], "equal within the margin, to either side"
     of_liger = [v for v in speeds if (v.backend, v.against) == ("liger", "compiled") and "1b3" in v.setting]
     assert len(names(liger)) == len(faces(liger)) == len(of_liger) == 10
-    told = dict(zip((title.split(":")[0] for title in titles[6:]), filters, strict=True))
+    told = dict(zip((title.split(":")[0] for title in titles[8:]), filters, strict=True))
     assert list(told) == [*(panel for panel, _, _ in figures.PANELS), figures.FINE_TUNED_LOSS]
     for (panel, _, groups), axes in zip(figures.PANELS, filters[:3], strict=True):
         lines = [line for words in groups.values() for line in words.values()]
@@ -137,7 +146,7 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert faces(test).count("white") == 2, "a sample and the control"
     assert set(faces(large)) == {"white"}
     assert [name.split(",")[0] for name in names(tuned)] == [name for name in figures.FINE_TUNED for _ in range(2)]
-    assert "asked of ours" in titles[1]
+    assert "asked of ours" in titles[2]
     assert "white" not in faces(tuned)
     pyplot.close(figure)
 

@@ -8,6 +8,7 @@ from linrnn.bench.steps.rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import HOST, StepSpeed, names_of, step_speeds
+from linrnn.study.criteria import SPEED, SPEED_AT_LARGEST
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
@@ -71,6 +72,16 @@ def test_lines_that_differ_in_length_alone_have_names_of_their_own() -> None:
     long = "model=gla size=1b3 trainer.batch_size=1 trainer.seq_len=16384"
     rows = [ROW, replace(ROW, line=long, batch=1, seq=16384)]
     assert names_of(rows) == {LINE: "GLA 1b3, 8 x 2,048", long: "GLA 1b3, 1 x 16,384"}
+
+
+def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_batches() -> None:
+    line = f"{LINE} trainer.activation_checkpointing=none"
+    own = [replace(ROW, line=line, loss=loss, batch=batch) for loss, batch in (("compiled", 8), (AGAIN, 8))]
+    own += [replace(own[0], loss="standard", batch=5), replace(own[0], loss="cce_kahan", batch=8)]
+    assert names_of(own) == {line: "GLA 1b3, 8 / 5 / 8 x 2,048"}
+    speeds = step_speeds(own)
+    assert {one.verdict.criterion for one in speeds} == {SPEED_AT_LARGEST}, "also where two batches are equal"
+    assert {one.verdict.criterion for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
 
 
 def test_lines_are_compared_by_their_times_and_gains() -> None:

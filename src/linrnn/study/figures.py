@@ -119,7 +119,8 @@ BREAKDOWNS_350M = {  # breakdowns of 350M with 131,072 entries, in a table alone
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
 # Folders of whole steps. Those of one tuple name their lines together: they differ in the vocabulary.
-STEPS = ("", "_262144"), ("_kda",), ("_gated_deltanet",), ("_350m_graphs",)
+STEPS = ("", "_262144"), ("_kda",), ("_gated_deltanet",), ("_350m_graphs",), ("_mve_graphs",)
+AT_LARGEST = ("_largest",)  # each loss with its own largest batch
 GPUS = {"H100": DEVICE, "H200": "nvidia_h200"}  # with a grid
 
 
@@ -166,10 +167,10 @@ def study(results: Path) -> Any:
         losses += loss_rows(found) if group == SEEDS else []
     steps = [
         [row for name in names for row in read_rows_of_steps(results / "bench_steps" / f"{DEVICE}{name}")]
-        for names in STEPS
+        for names in (*STEPS, AT_LARGEST)
     ]
-    *eager, _ = steps
-    for row in peak_rows([verdict for rows in eager for verdict in step_peaks(rows)]):
+    *alike, _ = steps
+    for row in peak_rows([verdict for rows in alike for verdict in step_peaks(rows)]):
         key = row.verdict.criterion, row.name, row.verdict.against
         # A share of the baseline's peak, as it was.
         kept[key] = replace(row, attainable=kept[key].attainable if key in kept else None)

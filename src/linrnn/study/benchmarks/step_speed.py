@@ -5,7 +5,7 @@ not hold what differs between processes, such as the kernels that were tuned, th
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -48,17 +48,17 @@ class StepSpeed:
 def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     """A verdict for every loss of every model line against compiled and eager, where both ran in one process.
 
-    Losses with batches of their own are held to the criterion of the largest batches.
+    A line whose losses have batches of their own is held to the criterion of the largest batches.
 
     It is undecided where the host may decide the time of either loss's steps. AGAIN, the control, is judged against
     compiled alone: the same loss, whose ratio shows the noise.
     """
-    names = names_of(rows)
+    names, batches = names_of(rows), _batches_of(rows)
     found = []
     for row, base in _pairs(rows):
         doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
         verdict = judge(
-            SPEED if row.batch == base.batch else SPEED_AT_LARGEST,
+            SPEED_AT_LARGEST if len(set(batches[row.line])) > 1 else SPEED,
             row.model,
             row.loss,
             base.loss,
@@ -78,6 +78,15 @@ def step_peaks(rows: Sequence[Row]) -> list[Verdict]:
         for row, base in _pairs(rows)
         if row.peak_gib and base.peak_gib and row.batch == base.batch
     ]
+
+
+def _batches_of(rows: Iterable[Row]) -> dict[str, list[int]]:
+    """The sequences of each model line's losses, in the order of the rows, without the control."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        if row.loss != AGAIN:
+            found[row.line].append(row.batch)
+    return found
 
 
 def _ratios(row: Row, base: Row) -> list[float]:
@@ -104,7 +113,10 @@ def host_share(row: Row) -> float:
 
 
 def names_of(rows: Sequence[Row]) -> dict[str, str]:
-    """The model lines in words. Vocabulary, and batch x length, stand in them if a size was measured with several."""
+    """The model lines in words. Vocabulary, and batch x length, stand in them if a size was measured with several.
+
+    Losses with batches of their own have them all in the name, in the order of the rows: 12 / 7 / 13 x 2,048.
+    """
     vocabularies: dict[str, set[int]] = defaultdict(set)
     tokens: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for row in rows:
@@ -112,16 +124,20 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
         if row.loss == BASELINES[0]:  # the other losses may have batches of their own
             tokens[row.size].add((row.batch, row.seq))
     names: dict[str, str] = {}
-    titles = titles_of(rows)
+    titles, batches = titles_of(rows), _batches_of(rows)
     for row in sorted(rows, key=lambda row: row.loss != BASELINES[0]):
         if row.line in names:
             continue
-        several = [f"{row.batch} x {row.seq:,}"] if len(tokens[row.size]) > 1 else []
+        own = batches[row.line]
+        shown = " / ".join(map(str, own if len(set(own)) > 1 else own[:1]))
+        several = [f"{shown} x {row.seq:,}"] if len(tokens[row.size]) > 1 or len(set(own)) > 1 else []
         several += [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
         _, _, rest = titles[row.line].partition(f"V = {row.v:,}")
         options = [word for word in rest.split(", ") if word]
         told = [
-            f"{word.removeprefix(CHECKPOINTING)} checkpointing" for word in options if word.startswith(CHECKPOINTING)
+            f"{value} checkpointing"
+            for word in options
+            if word.startswith(CHECKPOINTING) and (value := word.removeprefix(CHECKPOINTING)) != "none"
         ]
         others = [word for word in options if not word.startswith(CHECKPOINTING)]
         names[row.line] = ", ".join([model_in_words(row.model, row.size), *told, *several, *others])

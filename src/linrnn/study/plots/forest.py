@@ -12,7 +12,17 @@ from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
 from linrnn.study.benchmarks.largest_batch import Key
 from linrnn.study.benchmarks.step_speed import HOST, StepSpeed
-from linrnn.study.criteria import BATCH, CURVES, MEMORY, MVE_LOSS, SPEED, UNDECIDED, Criterion, Verdict
+from linrnn.study.criteria import (
+    BATCH,
+    CURVES,
+    MEMORY,
+    MVE_LOSS,
+    SPEED,
+    SPEED_AT_LARGEST,
+    UNDECIDED,
+    Criterion,
+    Verdict,
+)
 from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, loss_layer_share
 from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
@@ -21,6 +31,7 @@ from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
 ASKED: dict[Criterion, tuple[str, str]] = {
     SPEED: ("Tokens/s, same batch", "more is better"),
     BATCH: ("Largest batch of 1.3B, H100 of 80 GB", "more is better"),
+    SPEED_AT_LARGEST: ("Tokens/s at these batches", "more is better"),
     MEMORY: ("Peak memory, same batch", "less is better"),
     MVE_LOSS: ("Final training loss minus compiled's, MVE", "left: lower"),
     CURVES: ("Largest difference of training curves, MVE", "less is closer"),
@@ -32,6 +43,10 @@ LIGER = "liger"
 SLOTS = (AGAIN, LIGER, *BASELINES)
 CONTROLS = "control: compiled / compiled"
 OF_LIGER = "Tokens/s, same batch, Liger"
+OF_MVE = "Tokens/s, same batch, 10 M parameters"
+BATCHES = re.compile(
+    r", \d+( / \d+)+ x [\d,]+$"
+)  # what a line's name ends with if its losses have batches of their own
 ON_HOST = " (host)"  # behind a line's name if its steps wait for the host
 FREE = "attainable: a loss layer without cost"
 WIDE = 5  # a panel that reaches beyond so many times its target has a logarithmic axis outside of the target
@@ -92,7 +107,7 @@ def batch_rows(found: Iterable[tuple[Key, Verdict]]) -> list[Row]:
 def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
     """Rows for the speed of `EXACT` in whole steps, and for the control. Those that the host decides stand last.
 
-    Liger's speed at 1.3B has a panel of its own.
+    Liger's speed at 1.3B has a panel of its own, and so has the MVE, whose ratios are far larger.
     """
     own = [one for one in speeds if one.verdict.backend in (EXACT, AGAIN)]
     waiting = {one.verdict.setting for one in own if HOST in one.verdict.remark}
@@ -100,8 +115,9 @@ def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
     for one in sorted(own, key=lambda one: one.verdict.setting in waiting):
         setting = one.verdict.setting
         name = _short(setting) + (ON_HOST if setting in waiting else "")
-        bounded = one.verdict.backend == EXACT and setting not in waiting
-        rows.append(Row(one.verdict, name, one.attainable if bounded else None))
+        bounded = one.verdict.backend == EXACT and setting not in waiting and one.verdict.criterion is SPEED
+        panel = OF_MVE if " mve" in setting else ""
+        rows.append(Row(one.verdict, name, one.attainable if bounded else None, panel))
     liger = [one.verdict for one in speeds if one.verdict.backend == LIGER and one.verdict.against == BASELINES[0]]
     return rows + [
         Row(verdict, _short(verdict.setting), panel=OF_LIGER) for verdict in liger if "1b3" in verdict.setting
@@ -126,7 +142,7 @@ def peak_rows(found: Iterable[Verdict]) -> list[Row]:
 
 
 def _short(setting: str) -> str:
-    setting = setting.replace(", V = 128,256", "").replace("cuda_graph=true", "CUDA graph")
+    setting = BATCHES.sub("", setting).replace(", V = 128,256", "").replace("cuda_graph=true", "CUDA graph")
     return setting.replace(", full checkpointing", SHORT["full"])
 
 
