@@ -20,6 +20,7 @@ from cce_kernels import linear_cross_entropy
 from linrnn.bench.loss.certificate import CALLS, DTYPES, SHAPES, calls_of, certified, write
 from linrnn.bench.loss.problems import parse_shape
 from linrnn.bench.records import named_values
+from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import slug
 from linrnn.runs.environment import describe_environment
 from linrnn.training.runtime import resolve_device
@@ -33,10 +34,15 @@ DEFAULTS = {
 def main(arguments: list[str]) -> None:
     values = named_values(arguments, DEFAULTS)
     options, dtypes = values["options"].split(","), values["dtypes"].split(",")
+    try:
+        seconds, device = float(values["seconds"]), resolve_device(values["device"])
+        shapes = [parse_shape(name) for name in values["shapes"].split(",")]
+    except ValueError as error:
+        raise SystemExit(f"seconds={values['seconds']}: give a number") from error
+    except LinrnnError as error:
+        raise SystemExit(str(error)) from error
     if wrong := [name for name in options if name not in CALLS] + [name for name in dtypes if name not in DTYPES]:
         raise SystemExit(f"unknown: {', '.join(wrong)}; known: {', '.join((*CALLS, *DTYPES))}")
-    device = resolve_device(values["device"])
-    shapes = [parse_shape(name) for name in values["shapes"].split(",")]
     calls = calls_of(shapes, options, dtypes)
     now = datetime.datetime.now(datetime.UTC)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -45,11 +51,12 @@ def main(arguments: list[str]) -> None:
     run = {"id": run_id, "command": command, "device": name, "environment": describe_environment()}
     rows = []
     try:
-        for row in certified(linear_cross_entropy, calls, device, run_id, float(values["seconds"]), print):
+        for row in certified(linear_cross_entropy, calls, device, run_id, seconds, print):
             rows.append(row)
     finally:  # a crash of the device loses no row
-        paths = write(Path(values["results_dir"]) / "certificate" / slug(name), rows, run)
-        print("wrote " + ", ".join(str(path) for path in paths))
+        if rows:
+            paths = write(Path(values["results_dir"]) / "certificate" / slug(name), rows, run)
+            print("wrote " + ", ".join(str(path) for path in paths))
 
 
 if __name__ == "__main__":

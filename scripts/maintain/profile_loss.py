@@ -37,7 +37,10 @@ def main(arguments: list[str]) -> None:
     values = named_values(arguments, DEFAULTS)
     if values["logits"] not in KINDS:
         raise SystemExit(f"logits={values['logits']}: choose from {', '.join(KINDS)}")
-    device = resolve_device(values["device"])
+    try:
+        device = resolve_device(values["device"])
+    except LinrnnError as error:
+        raise SystemExit(str(error)) from error
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     command = shlex.join(["python", "scripts/maintain/profile_loss.py", *arguments])
     run = {"command": command, "device": name, "environment": describe_environment()}

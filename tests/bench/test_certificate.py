@@ -121,3 +121,10 @@ def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path, command, f
     done = fresh_command(*script, "options=telepathy")
     assert done.returncode
     assert "unknown: telepathy; known: plain, flat logits" in done.stderr
+    runs = path.with_name("runs.jsonl").read_bytes()
+    for wrong in ("seconds=soon", "shapes=telepathy"):
+        done = command(*script, wrong)
+        assert done.returncode
+        assert wrong.split("=")[1] in done.stderr
+        assert "Traceback" not in done.stderr
+    assert path.with_name("runs.jsonl").read_bytes() == runs

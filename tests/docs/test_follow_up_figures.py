@@ -17,7 +17,7 @@ from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import host_share, step_speeds
 from linrnn.study.criteria import CURVES, FINAL_LOSS, MEMORY, MVE_LOSS, VALID_LOSS, Criterion, Verdict
 from linrnn.study.curves import difference
-from linrnn.study.figures import BREAKDOWNS, BREAKDOWNS_350M
+from linrnn.study.figures import BREAKDOWNS
 from linrnn.study.plots.step_parts import PARTS
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import read_committed
@@ -28,6 +28,12 @@ FOLLOW_UPS = steps("_followups")
 PLAIN, BLOCKS, FLOAT8 = "{} 1b3", "{} 1b3, compile=blocks", "{} 1b3, compile=blocks, float8=blocks"
 RANKS = tuple("{} " + f"shared_projection_rank={rank} 1b3" for rank in (512, 1024))
 RANK_512, MODELS = "shared_projection_rank=512", ("gla", "transformer")
+BREAKDOWNS_350M = {  # breakdowns of 350M with 131,072 entries, in a table alone
+    "GLA": "gla-350m-cce_kahan-v131072-steps15-b16-t2048-s0",
+    "GLA, shared projection": "gla-350m-cce_kahan-r512-v131072-steps15-b16-t2048-s0",
+    "Transformer": "transformer-350m-cce_kahan-v131072-steps15-b16-t2048-s0",
+    "Transformer, shared projection": "transformer-350m-cce_kahan-r512-v131072-steps15-b16-t2048-s0",
+}
 COMPARED = ((BLOCKS, PLAIN), (FLOAT8, BLOCKS), (FLOAT8, PLAIN), *((rank, PLAIN) for rank in RANKS))
 
 

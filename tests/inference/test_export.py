@@ -245,7 +245,7 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
         prompt_of(run, options(prompt="words"))
     with pytest.raises(ConfigError, match="512 is no token"):
         prompt_of(run, options(prompt_tokens=[1, 512]))
-    with pytest.raises(ConfigError, match="both given"):
+    with pytest.raises(ConfigError, match="prompt and prompt_tokens are given"):
         prompt_of(run, options(prompt="words", prompt_tokens=[1]))
     (out / "SHA256SUMS").unlink()  # files are changed on purpose from here on
     settings = json.loads((out / "config.json").read_text())

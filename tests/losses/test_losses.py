@@ -369,6 +369,7 @@ def test_a_library_that_does_not_import_is_named_with_what_to_install(name, modu
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(UnsupportedError, match=f"loss={name}") as refusal:
         check_loss(CONFIGS[name], torch.device("cuda"))
+    assert f"{module} of " in refusal.value.cause or "is not installed" in refusal.value.cause
     assert "pip install" in refusal.value.remedy
     assert install in refusal.value.remedy
 

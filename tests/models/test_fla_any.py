@@ -226,7 +226,7 @@ def test_a_window_hides_earlier_keys() -> None:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_cpu_form_is_causal_and_keeps_documents_apart(name: str) -> None:
     network = build_model(architecture(name), device="cpu", seed=0).eval()
-    assert sum(p.numel() for part in network.parts.values() for p in part) == network.arch.n_parameters
+    assert sum(p.numel() for p in network.parameters()) == network.arch.n_parameters
     ids = torch.randint(0, 512, (1, 90), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hidden = network(ids)

@@ -23,6 +23,7 @@ from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import leave_out_slow_configurations
 from linrnn.models.facts import FACTS
 from linrnn.models.language_model import KEPT_PRODUCTS
+from linrnn.profiling.components import part_modules
 
 CPU = torch.device("cpu")
 TINY = SizeConfig(
@@ -205,14 +206,18 @@ def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model: str) -
 @pytest.mark.parametrize("model", MODELS)
 def test_parts_hold_every_parameter_once_and_the_formulas_count_them(model: str, tied: bool) -> None:
     network = build(model, tie_embeddings=tied)
-    arch, parts = network.arch, network.parts
+    arch = network.arch
+    parts = {
+        name: [p for module in modules for p in module.parameters()] for name, modules in part_modules(network).items()
+    }
+    parts["head"] = [] if tied else [network.head_weight]
     everything = [id(parameter) for part in parts.values() for parameter in part]
     assert sorted(everything) == sorted(id(parameter) for parameter in network.parameters())
     counts = {name: sum(p.numel() for p in part) for name, part in parts.items()}
     assert counts == {
         "embedding": arch.embedding_parameters,
-        "mixers": arch.num_layers * arch.mixer_parameters,
-        "mlps": arch.num_layers * arch.mlp_parameters,
+        "mixer": arch.num_layers * arch.mixer_parameters,
+        "mlp": arch.num_layers * arch.mlp_parameters,
         "norms": arch.norm_parameters,
         "head": 0 if tied else arch.embedding_parameters,
     }

@@ -1,5 +1,6 @@
 """What the mirror in wandb receives, with a stand-in for wandb."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ class FakeRun:
         pass
 
 
-def mirror(directory: Path, mode: str = "offline") -> WandbMirror:
+def mirror(directory: Path, mode: str = "offline", further: Sequence[str] = ()) -> WandbMirror:
     return WandbMirror(
-        WandbConfig(mode=mode, project="p", entity=None, tags=[]),
+        WandbConfig(mode=mode, project="p", entity=None, tags=[*further]),
         directory,
         run_name="run",
         group="group",
-        tags=[],
+        tags=["gla", "mve"],
         hyperparameters={},
         history=lambda: [RECORD],
         say=lambda line: None,
@@ -60,6 +61,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, FakeRun]]:
 def test_no_none_reaches_wandb(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
     mirror(tmp_path).log(3, {"train/loss_nats": 2.0, "speed/mfu": None})
     assert opened[0][1].logged == [(3, {"train/loss_nats": 2.0})]
+
+
+def test_configured_tags_stand_beside_those_of_the_run(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+    assert mirror(tmp_path, further=["paper", "mve"])._options["tags"] == ["gla", "mve", "paper"]
 
 
 def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:

@@ -1,1 +1,2 @@
-"""Benchmarks: the loss layer alone (`loss`), on several GPUs (`parallel`), in training steps (`steps`, `models`)."""
+"""Benchmarks: the loss layer alone (`loss`), on several GPUs (`parallel`), in training steps (`steps`, `models`), the
+first step (`first_step`)."""

@@ -2,7 +2,7 @@
 
 Defaults stand in configs/*.yaml; those of a loss's options in the loss's own file, with :func:`option`. A field made
 with :func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
-:func:`linrnn.config.validate` checks. The YAML file must give every field that has no default.
+:func:`linrnn.config.compose.validate` checks. The YAML file must give every field that has no default.
 """
 
 import math

@@ -6,8 +6,9 @@ from typing import Any
 from linrnn.core.machine import gpu_is_shared
 
 EXIT_CODES = (
-    "0 finished, 1 unexpected error (a bug, or a rank that was killed), 2 wrong configuration, 3 data, "
-    "4 not supported here, 5 out of memory, 6 diverged, 7 storage, 8 runs that the command started failed, "
+    "0 finished, 1 any other error (a bug, an illegal memory access, a killed rank, a shared GPU that was full), "
+    "2 wrong configuration, 3 data, 4 not supported here, 5 out of memory, 6 diverged, 7 storage, "
+    "8 runs that the command started failed, "
     "128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
 )
 

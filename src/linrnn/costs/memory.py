@@ -42,8 +42,6 @@ class MemoryEstimate:
             `mixer` and `mlp` are 0. With selective checkpointing the results of linear layers are `mixer` and `mlp`.
         loss_inputs: the loss's inputs: hidden states, and the head if it is a copy. Freed after the loss layer's
             backward pass.
-        recomputed_block: with activation checkpointing, the activations of the one block that is recomputed, and its
-            copies of weights.
         block_backward: what the backward pass of one block holds beyond its saved activations. With FSDP this includes
             its gathered weights and those of the next block (or of all blocks that are gathered together).
         loss_forward, loss_backward: the peaks of the loss layer's passes beyond their inputs, minus inputs that the
@@ -65,7 +63,6 @@ class MemoryEstimate:
     mlp: int
     residual: int
     loss_inputs: int
-    recomputed_block: int
     block_backward: int
     loss_forward: int
     loss_backward: int
@@ -218,7 +215,6 @@ def memory_estimate(
         mlp=saved.mlp,
         residual=saved.residual,
         loss_inputs=inputs,
-        recomputed_block=saved.recomputed,
         block_backward=of_block,
         loss_forward=forward,
         loss_backward=backward,
@@ -327,7 +323,12 @@ def _weights(step: _Step) -> _Weights | None:
 
 @dataclass(frozen=True)
 class _Activations:
-    """Bytes of activations, by the names of `MemoryEstimate`; `recomputed` is its `recomputed_block`."""
+    """Bytes of activations, by the names of `MemoryEstimate`.
+
+    Attributes:
+        recomputed: with activation checkpointing, the activations of the one block that is recomputed, and its copies
+            of weights.
+    """
 
     mixer: int
     mlp: int

@@ -40,7 +40,7 @@ class Source(Protocol):
 
     @property
     def text_bytes(self) -> int | None:
-        """Bytes of all documents as plain text; None if only reading would tell."""
+        """About how many bytes all documents are as plain text; None if only reading would tell."""
         ...
 
     def documents(self, split: str) -> Iterator[Document]:

@@ -1,1 +1,2 @@
-"""Experiments of many runs: sweeps, the largest batch, the dry run, the breakdown of memory and time."""
+"""Experiments of many runs: sweeps, the largest batch, the breakdown of memory and time; and the dry run, tuning, the
+doctor, and recurrences compared with plain torch."""

@@ -7,7 +7,7 @@ A model trains with such gradients, and its loss falls.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -23,7 +23,7 @@ from linrnn.models import build_model, check_supported, cpu_ops, tuning
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import facts_of
 from linrnn.models.fla_import import import_fla
-from linrnn.training.runtime import device_name
+from linrnn.training.runtime import device_name, without_tf32
 
 N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
 # Largest relative error that rounding to bf16 explains. On Hopper GPUs it was up to 0.012 (results/log/2026-11-28.md).
@@ -84,7 +84,7 @@ def measure(config: Config, device: torch.device) -> Agreement:
     arguments = call.arguments | {name: call.arguments[name].bfloat16() for name in IN_BF16}
     exact = {name: value.float() if _is_real(value) else value for name, value in arguments.items()}
     found = outputs_and_gradients(call.function, arguments)
-    with _without_tf32():
+    with without_tf32():
         expected = outputs_and_gradients(call.plain, exact)
     errors = {
         name: ((found[name].double() - value).norm() / value.double().norm()).item() for name, value in expected.items()
@@ -150,14 +150,3 @@ def outputs_and_gradients(function: Callable[..., Any], arguments: dict[str, Any
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Inside the block, products in fp32 round as fp32 on a GPU, too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

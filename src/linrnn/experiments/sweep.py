@@ -12,7 +12,16 @@ from typing import Any
 from linrnn.config.grids import sweep_points
 from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import HubDataConfig, RunSweepConfig
-from linrnn.core.errors import ConfigError, DataError, InterruptedRun, SweepFailure, UnsupportedError, first_line
+from linrnn.core.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    InterruptedRun,
+    OutOfMemoryError,
+    SweepFailure,
+    UnsupportedError,
+    first_line,
+)
 from linrnn.core.interrupts import StopRequest, worker_processes
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.experiments.launching import launch
@@ -30,7 +39,8 @@ from linrnn.experiments.points import (
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
 
-EXIT_CODES = {"out_of_memory": 5, "diverged": 6}  # if all points ended so; any other status: that of SweepFailure
+# The exit code if all points ended so. For any other status it is that of SweepFailure.
+CODES = {"out_of_memory": OutOfMemoryError.exit_code, "diverged": DivergedError.exit_code}
 NAMED = 5  # points that the closing error names; it counts all others
 HARMLESS = ("finished", "unsupported")
 OUTSIDE_FORECASTS = GIB  # bytes of a process that the formulas leave out: CUDA's context, kernels, fragmentation
@@ -456,7 +466,7 @@ def _judge(points: Sequence[Point], say: Say) -> None:
         )
     failed = {name: status for name, status in statuses.items() if status not in HARMLESS}
     if failed:
-        codes = {EXIT_CODES.get(status, SweepFailure.exit_code) for status in failed.values()}
+        codes = {CODES.get(status, SweepFailure.exit_code) for status in failed.values()}
         words = [f"{name} ({status})" for name, status in failed.items()]
         more = [f"and {len(words) - NAMED} more"] if len(words) > NAMED else []
         logs = [point.log for point in points if point.label in failed]

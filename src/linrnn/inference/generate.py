@@ -89,7 +89,7 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     vocab_size = trained.model.config.vocab_size
     given = [name for name in ("prompt", "prompt_file", "prompt_tokens") if getattr(config, name) is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are both given", "give one of them")
+        raise ConfigError(f"{' and '.join(given)} are given", "give one of them")
     text = config.prompt if config.prompt_file is None else _read(config.prompt_file)
     if text is None:
         tokens = list(config.prompt_tokens or [])

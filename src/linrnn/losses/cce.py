@@ -220,9 +220,9 @@ def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
 
 @register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _traffic, _products))
 class CceKahan(LossBackend):
-    """This repository's exact kernel: no N x V logits in memory, no filter, compensated sums. Triton, or torch on CPU.
+    """This repository's exact kernel: no N x V logits in memory, no filter. Triton, or torch on CPU.
 
-    Every gradient entry is computed. Sums over blocks are compensated or kept in fp32.
+    Every gradient entry is computed. `accumulate` says how sums over blocks are kept.
     """
 
     config: CceKahanLossConfig

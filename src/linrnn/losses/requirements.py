@@ -38,9 +38,8 @@ def require_package(
         (load or importlib.import_module)(module)
     except ImportError as error:
         installed = version_of(distribution)
-        state = (
-            f"{distribution} {installed} does not import ({error})" if installed else f"{distribution} is not installed"
-        )
+        broken = f"{module} of {distribution} {installed} does not import ({error})"
+        state = broken if installed else f"{distribution} is not installed"
         raise UnsupportedError(f"{what}: {state}", f'pip install "{install}"') from error
 
 

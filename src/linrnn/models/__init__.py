@@ -1,4 +1,4 @@
-"""The four architectures, built from FLA's own blocks, with one interface: `LanguageModel`."""
+"""Models of flash-linear-attention with one interface: `LanguageModel`. Four of them are the study's."""
 
 from linrnn.models.build import build_model
 from linrnn.models.deferred import BlankModel

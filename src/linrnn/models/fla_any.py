@@ -174,7 +174,7 @@ def _attention(
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """The arguments of FLA's configuration, with what transformers allows for every model."""
+    """The arguments of FLA's configuration itself. Those of transformers for every model are not among them."""
     parameters = dict(inspect.signature(fla_classes(name)[1].__init__).parameters)
     return {key: value for key, value in parameters.items() if key not in ("self", "kwargs")}
 

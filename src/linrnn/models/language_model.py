@@ -55,9 +55,8 @@ class LanguageModel(nn.Module):
         Args:
             input_ids_BT: token ids, int64.
             cu_seqlens: (n_documents + 1,) int32 or int64, document bounds in the flattened batch: 0, …, B·T. They must
-                include the ends of the B rows. State, convolutions and attention do not cross them. None: each row is
-                one
-                    document.
+                include the ends of the B rows. State, convolutions and attention do not cross them. None: each row
+                is one document.
 
         Raises:
             ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
@@ -135,21 +134,6 @@ class LanguageModel(nn.Module):
     def blocks(self) -> nn.ModuleList:
         """The layers. Each has a mixer and an MLP, with their norms."""
         return self.backbone.layers
-
-    @property
-    def parts(self) -> dict[str, list[nn.Parameter]]:
-        """Every parameter once, by component: embedding, mixers, mlps, norms, head (empty if tied)."""
-        embedding = self.backbone.embeddings
-        named = {
-            "embedding": list(embedding.parameters()),
-            "mixers": [p for mixer in self.mixers for p in mixer.parameters()],
-            "mlps": [p for mlp in self.mlps for p in mlp.parameters()],
-            "norms": [p for norm in self.norms for p in norm.parameters()],
-            "head": [] if self.head_weight is embedding.weight else [self.head_weight],
-        }
-        seen = {id(p) for part in named.values() for p in part}
-        named["mixers"] += [p for p in self.backbone.parameters() if id(p) not in seen]  # of all layers, as in HGRN2
-        return named
 
     @property
     def is_checkpointed(self) -> bool:

@@ -19,7 +19,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
     """The causal language model in `directory`, in fp32. It reads only safetensors and runs no code from the directory.
 
     Raises:
-        ConfigError: the model is not one of the architectures here.
+        ConfigError: flash-linear-attention has no such model.
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
         DataError: the model has no safetensors, lacks parameters, is damaged, or differs from its checksums.
     """

@@ -48,7 +48,7 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
 
     Raises:
         DataError: its config.json cannot be read.
-        ConfigError: the model is not one of the architectures here.
+        ConfigError: flash-linear-attention has no such model.
     """
     settings = _settings(directory, source)
     if settings.get("model_type") not in fla_models():

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from linrnn.models import LanguageModel
 from linrnn.models.language_model import KEPT_PRODUCTS
 from linrnn.profiling import BackwardMark
+from linrnn.profiling.timers import moment, seconds_between
 
 PROJECTIONS = "mixer/projections"
 
@@ -172,9 +173,7 @@ class PartClock:
         """
         if self._cuda:
             torch.cuda.synchronize()
-        lengths = [
-            begun.elapsed_time(ended) / 1e3 if self._cuda else ended - begun for _, begun, ended, _ in self._intervals
-        ]
+        lengths = [seconds_between(begun, ended) for _, begun, ended, _ in self._intervals]
         total: defaultdict[str, float] = defaultdict(float)
         for (name, _, _, inside), length in zip(self._intervals, lengths, strict=True):
             total[name] += length - sum(lengths[index] for index in inside)
@@ -225,7 +224,7 @@ class PartClock:
         return leave
 
     def _begin(self, name: str) -> None:
-        self._open[name] = self._now(), len(self._intervals)
+        self._open[name] = moment(self._cuda), len(self._intervals)
 
     def _end(self, name: str) -> None:
         # No gradient reaches the embedding's input, so its backward pass has no end and is not counted.
@@ -239,11 +238,4 @@ class PartClock:
             if self._intervals[index][0].endswith("/recomputed")
             and self._intervals[index][0] != f"{PROJECTIONS}/recomputed"
         ]
-        self._intervals.append((name, begun, self._now(), again if name.endswith("/backward") else []))
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._intervals.append((name, begun, moment(self._cuda), again if name.endswith("/backward") else []))

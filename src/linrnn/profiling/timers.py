@@ -32,11 +32,11 @@ class StepTimer:
 
     def start(self) -> None:
         """The step begins."""
-        self._begun = self._mark()
+        self._begun = moment(self._cuda)
 
     def stop(self) -> None:
         """The step ends. Never waits for the device."""
-        marks = self._begun, self._mark()
+        marks = self._begun, moment(self._cuda)
         if self._skip > 0:
             self._skip -= 1
         else:
@@ -46,11 +46,8 @@ class StepTimer:
     def seconds(self) -> list[float]:
         """Times of the measured steps that the device has finished, in order."""
         while self._pending and (not self._cuda or self._pending[0][1].query()):
-            self._seconds.append(_seconds_between(*self._pending.popleft()))
+            self._seconds.append(seconds_between(*self._pending.popleft()))
         return self._seconds
-
-    def _mark(self) -> Any:
-        return _moment(self._cuda)
 
 
 class LossTimer:
@@ -73,7 +70,7 @@ class LossTimer:
 
     def loss_forward_begins(self) -> None:
         """Called by :func:`watched_loss`."""
-        self._begun = _moment(self._cuda)
+        self._begun = moment(self._cuda)
 
     def loss_forward_ended(self) -> None:
         """Called by :func:`watched_loss`."""
@@ -81,7 +78,7 @@ class LossTimer:
 
     def loss_backward_begins(self) -> None:
         """Called by :func:`watched_loss`."""
-        self._begun = _moment(self._cuda)
+        self._begun = moment(self._cuda)
 
     def loss_backward_ended(self) -> None:
         """Called by :func:`watched_loss`."""
@@ -96,7 +93,7 @@ class LossTimer:
             self._pending.append(step)
 
     def _passed(self, name: str) -> None:
-        self._step.setdefault(name, []).append((self._begun, _moment(self._cuda)))
+        self._step.setdefault(name, []).append((self._begun, moment(self._cuda)))
 
     @property
     def seconds(self) -> list[dict[str, float]]:
@@ -106,7 +103,7 @@ class LossTimer:
         """
         while self._pending and self._has_left(self._pending[0]):
             passes = self._pending.popleft()
-            self._seconds.append({name: sum(_seconds_between(*m) for m in moments) for name, moments in passes.items()})
+            self._seconds.append({name: sum(seconds_between(*m) for m in moments) for name, moments in passes.items()})
         return self._seconds
 
     def _has_left(self, step: dict[str, list[tuple[Any, Any]]]) -> bool:
@@ -138,7 +135,7 @@ class WallClock:
 
     def lap(self) -> None:
         """A step ends. Never waits for the device."""
-        now = _moment(self._cuda)
+        now = moment(self._cuda)
         stretches = [*self._stretches, (self._begun, now)]
         self._begun, self._stretches = now, []
         if self._skip > 0:
@@ -166,13 +163,13 @@ class WallClock:
     def seconds(self) -> list[float]:
         """Times of the measured laps that the device has finished, in order."""
         while self._pending and (not self._cuda or self._pending[0][-1][1].query()):
-            self._seconds.append(sum(_seconds_between(*stretch) for stretch in self._pending.popleft()))
+            self._seconds.append(sum(seconds_between(*stretch) for stretch in self._pending.popleft()))
         return self._seconds
 
     def _mark_when_idle(self) -> Any:
         if self._cuda:
             torch.cuda.synchronize(self._device)
-        return _moment(self._cuda)
+        return moment(self._cuda)
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ class SpeedMeter:
         return {**metrics, "speed/measured_steps": len(laps)}
 
 
-def _moment(cuda: bool) -> Any:
+def moment(cuda: bool) -> Any:
     """Now: on a GPU an event in its queue, else the clock."""
     if not cuda:
         return time.perf_counter()
@@ -249,7 +246,7 @@ def _moment(cuda: bool) -> Any:
     return event
 
 
-def _seconds_between(begun: Any, ended: Any) -> float:
+def seconds_between(begun: Any, ended: Any) -> float:
     """Seconds between two past moments."""
     return begun.elapsed_time(ended) / 1e3 if isinstance(begun, torch.cuda.Event) else ended - begun
 

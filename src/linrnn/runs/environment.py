@@ -1,7 +1,8 @@
 """The software, hardware and commit of a run, for environment.json.
 
-Nothing in it identifies a person or a place. It has no host or user names, paths or keys, and no environment variables
-except the CUDA allocator's.
+:func:`describe_environment` identifies no person or place: it has no host or user names, paths or keys, and no
+environment variables except the CUDA allocator's and LINRNN_COMMIT. The command and the settings of a start hold
+paths as they were given, apart from those that :func:`command_line` shortens.
 """
 
 import functools

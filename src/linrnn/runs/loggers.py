@@ -117,6 +117,7 @@ class WandbMirror:
         directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
         run_name, group: names in wandb. The run's id is kept in the file `wandb_id`, so that a resumed run continues
             it.
+        tags: in addition to those of `config`.
         hyperparameters: the whole configuration as a flat mapping.
         history: returns every record of metrics.jsonl, each with its `step`.
         say: prints one line for the user.
@@ -142,7 +143,7 @@ class WandbMirror:
             "entity": config.entity,
             "name": run_name,
             "group": group,
-            "tags": tags,
+            "tags": [*dict.fromkeys((*tags, *config.tags))],
             "config": hyperparameters,
             "dir": str(directory),
         }

@@ -110,12 +110,6 @@ BREAKDOWNS = {  # the drawn breakdowns: a model in words, and its file below res
     "Transformer": "transformer-1b3-cce_kahan-steps15-t2048-s0",
     "Transformer, shared projection": "transformer-1b3-cce_kahan-r1024-steps15-t2048-s0",
 }
-BREAKDOWNS_350M = {  # breakdowns of 350M with 131,072 entries, in a table alone
-    "GLA": "gla-350m-cce_kahan-v131072-steps15-b16-t2048-s0",
-    "GLA, shared projection": "gla-350m-cce_kahan-r512-v131072-steps15-b16-t2048-s0",
-    "Transformer": "transformer-350m-cce_kahan-v131072-steps15-b16-t2048-s0",
-    "Transformer, shared projection": "transformer-350m-cce_kahan-r512-v131072-steps15-b16-t2048-s0",
-}
 HERO = ("llama_1b3", "gemma2_2b")  # shapes of the loss benchmark
 DEVICE = "nvidia_h100_80gb_hbm3"
 # Folders of whole steps. Those of one tuple name their lines together: they differ in the vocabulary.

@@ -19,7 +19,7 @@ from linrnn.study.criteria import (
 )
 from linrnn.study.verdicts import BASELINES
 
-EXACT = ("compiled", "standard", "liger", "fla", "torch_native")  # exact losses other than ours
+OTHER_EXACT = ("compiled", "standard", "liger", "fla", "torch_native")  # exact losses other than ours
 Branch = tuple[str, str, str]
 Setting = tuple[str, str]
 
@@ -41,7 +41,7 @@ def branches(found: Sequence[Verdict]) -> list[Branch]:
         _saturated(of(BATCH, ours), of(SPEED_AT_LARGEST, ours)),
         _loses_precision(
             [v for v in curves if (v.backend, v.against) == (ours, base)],
-            [v for v in curves if v.backend.split()[0] in EXACT and v.against == base],
+            [v for v in curves if v.backend.split()[0] in OTHER_EXACT and v.against == base],
         ),
         _liger_suffices(of(MEMORY, ours), of(MEMORY, "liger")),
     ]

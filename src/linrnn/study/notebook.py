@@ -23,6 +23,7 @@ from linrnn.study.results import (
     Run,
     check_origin,
     committed_report,
+    environment_of,
     read_breakdowns,
     read_committed,
     read_committed_lists,
@@ -66,7 +67,7 @@ def load(*groups: str) -> list[Run]:
 
 def _loaded(runs: list[Run], directory: Path) -> list[Run]:
     check_origin(runs, directory.name)
-    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    environment = environment_of(runs)
     gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
     commit = (environment.get("git") or {}).get("commit")
     for run in (run for run in runs if run.mixture):

@@ -19,7 +19,7 @@ _HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
 
 
 def checkpointing_of(row: Mapping[str, Any]) -> str:
-    """none | full. Rows without the key were trained before there was activation checkpointing."""
+    """none | selective | full. Rows without the key were trained before there was activation checkpointing."""
     return row.get("activation_checkpointing") or "none"
 
 

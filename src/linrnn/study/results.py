@@ -136,6 +136,11 @@ class Run:
         return self.values(COURSE)
 
 
+def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of the first run that started and mixes no origins; empty if there is none. Runs of one report share it."""
+    return next((run.environment for run in runs if run.environment and not run.mixture), {})
+
+
 @dataclass(frozen=True)
 class Group:
     """The runs of a group, and where they were read.
@@ -259,7 +264,7 @@ def write_committed(runs: Sequence[Run], path: Path) -> None:
     """
     every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     content = {
-        "environment": next((run.environment for run in runs if run.environment and not run.mixture), {}),
+        "environment": environment_of(runs),
         **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
         "curves_every": every,
         "runs": [run.summary for run in runs],

@@ -40,6 +40,7 @@ from linrnn.study.results import (
     Run,
     backend_names,
     comparison,
+    environment_of,
 )
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
@@ -201,7 +202,7 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
         if run.finished and not run.mixture:
             kind = run.summary["model"], checkpointing_of(run.summary), run.execution
             kinds[kind][run.setting].setdefault(name, []).append(run)
-    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    environment = environment_of(runs)
     found: list[Verdict] = []
     for (model, checkpointing, execution), by_setting in kinds.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))

@@ -297,4 +297,4 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
-        check_memory(needed, what, f"a smaller {'batch_size, loss=cce_kahan, or ' if loss_bytes else ''}model")
+        check_memory(needed, what, f"a smaller {'batch_size or model, or loss=cce_kahan' if loss_bytes else 'model'}")

@@ -29,8 +29,11 @@ def resolve_device(name: str) -> torch.device:
     Every command asks here before it compiles a kernel for a GPU. So this is where signals are kept from the compiler.
 
     Raises:
+        ConfigError: the name is none of auto, cpu and cuda.
         UnsupportedError: `cuda` was asked for, and PyTorch sees no GPU.
     """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name} is unknown", "use device=auto, device=cpu or device=cuda")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -65,6 +68,17 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
     """bf16 autocast if the precision asks for it, else nothing."""
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
         yield
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside the block, products in fp32 round as fp32 on a GPU, too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def loss_inputs(

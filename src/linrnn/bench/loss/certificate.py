@@ -23,6 +23,7 @@ from linrnn.core.errors import DataError, as_reason
 from linrnn.core.files import write_text
 from linrnn.core.tables import Table, show
 from linrnn.runs.environment import commit_in_words
+from linrnn.training.runtime import without_tf32
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
 SAMPLED = 128  # rows of dE, and as many rows of dC
@@ -72,7 +73,7 @@ CALLS = {
 
 @dataclass
 class Row:
-    """One call. Errors are relative to fp64; ratios are to the bar. `bias` and its ratio are null without a bias."""
+    """One call. Errors are relative to fp64; ratios are to the bar. Without a bias both of dbias are null."""
 
     shape: str
     n: int
@@ -213,12 +214,8 @@ def computed(loss: LossFunction, case: Case, call: Call) -> tuple[Solution, list
 
 def fp32_logits(case: Case, call: Call, dtype: torch.dtype) -> Solution:
     """The bar. Its gradients are rounded to those dtypes that the kernels return."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with without_tf32():
         found = solve(case, call, torch.float32, dtype)
-    finally:
-        torch.set_float32_matmul_precision(precision)
     grad_c = found.c if call.main_grad else found.c.to(dtype)
     return Solution(found.loss, found.e.to(dtype), grad_c, None if found.bias is None else found.bias.to(dtype))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linrnn.core.errors import ConfigError
 from linrnn.losses.base import IGNORE_INDEX
+from linrnn.training.runtime import without_tf32
 
 HALF_IGNORED = "half_ignored"
 KINDS = ("flat", "peaked", HALF_IGNORED)
@@ -165,12 +166,8 @@ def fp32_logits_of(problem: Problem) -> Solution:
 
     Products are IEEE fp32 (no TF32). Gradients are rounded once, to the leaves' dtype.
     """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with without_tf32():
         solved = _solve(problem, torch.float32, problem.compute_dtype)
-    finally:
-        torch.set_float32_matmul_precision(precision)
     dtype = problem.hidden_ND.dtype
     return Solution(solved.loss, solved.hidden_ND.to(dtype), solved.weight_VD.to(dtype))
 

@@ -153,7 +153,7 @@ def measure_line(
                 row.status, row.reason = first.status, first.reason
     for row in rows.values():
         _compare(row, rows[BASELINE])
-        say(f"  {row.loss}: {(row.reason and f'{row.status}. {row.reason}') or _in_words(row)}")
+        say(f"  {row.loss}: {_in_words(row)}")
     return list(rows.values())
 
 

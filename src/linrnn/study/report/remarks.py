@@ -23,7 +23,7 @@ from linrnn.study.criteria import (
 from linrnn.study.hypotheses import branches
 from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
 from linrnn.study.report.own_runs import YARDSTICK, are_of_study
-from linrnn.study.results import Run, backend_names
+from linrnn.study.results import Run, backend_names, environment_of
 from linrnn.study.verdicts import CONTROL
 
 SATURATED = 0.9  # above this share of the device's peak a larger batch cannot help
@@ -128,7 +128,7 @@ def _on_sharing(runs: Sequence[Run]) -> list[str]:
 
 def on_origin(runs: Sequence[Run]) -> list[str]:
     """Device, commit, versions and clocks of the runs."""
-    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    environment = environment_of(runs)
     if not environment:
         return ["device, commit and versions are not recorded, because no run started"]
     packages = ", ".join(f"{name} {version}" for name, version in environment.get("packages", {}).items() if version)
@@ -217,7 +217,7 @@ def on_branches(found: Sequence[Verdict]) -> list[str]:
 # -------------------------------------------------------------------------------------------------- what comes next
 def on_breakdowns(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> list[str]:
     """What each breakdown names as the largest part of time and of memory."""
-    environment = next((run.environment for run in runs if run.environment and not run.mixture), {})
+    environment = environment_of(runs)
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
     lines = []
     for breakdown in breakdowns:

@@ -10,6 +10,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS
+from linrnn.study.plots import select
 from linrnn.study.report import remarks
 from linrnn.study.report.own_runs import are_of_study, without_hypotheses
 from linrnn.study.report.page import Pictures, Section, to_html, to_markdown
@@ -164,7 +165,7 @@ def write_pages(
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     """The plots that have data to show, by file name."""
-    measured = [run for run in runs if run.finished and not run.mixture and run.summary["tokens_per_second"]]
+    measured = select.measured(runs)
     figures: list[tuple[str, Any]] = []
     if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):
         figures.append(("loss_curves.png", plots.loss_curves(runs)))

@@ -42,8 +42,8 @@ class Progress:
     continues: dict[str, Any] | None = None
 
 
-def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Restore model, optimizer and generators in place. Returns the progress to continue from.
+def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore model, optimizer and generators in place. :func:`read_progress` reads the rest.
 
     Every rank calls it, and reads its own part of model and optimizer.
 
@@ -51,11 +51,9 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         ConfigError: names or shapes differ from the model's.
         DataError: a file cannot be read.
     """
-    progress = read_progress(path)
     load_model(path, model)
     load_optimizer(path, model, optimizer)
     _restore_generators(path, read_state(path)["generators"])
-    return progress
 
 
 def read_progress(path: Path) -> Progress:
