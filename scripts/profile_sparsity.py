@@ -5,6 +5,7 @@ from pathlib import Path
 
 from linrnn.config.cli import run
 from linrnn.config.schema import ProfileSparsityConfig
+from linrnn.core.errors import ConfigError
 
 
 def main(config: ProfileSparsityConfig) -> None:
@@ -14,6 +15,8 @@ def main(config: ProfileSparsityConfig) -> None:
     from linrnn.models import tuning
     from linrnn.study import sparsity
 
+    if not config.checkpoints:
+        raise ConfigError("checkpoints=[] names no run", "name runs or checkpoints: checkpoints=[results/default/RUN]")
     profiles = []
     for source in config.checkpoints:
         reading = open_reading("checkpoints", source, config.data, config.device)

@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> None:
-    values = named_values(arguments, DEFAULTS)
+    values = named_values(arguments, DEFAULTS, __doc__)
     options, dtypes = values["options"].split(","), values["dtypes"].split(",")
     try:
         seconds, device = float(values["seconds"]), resolve_device(values["device"])

@@ -409,10 +409,15 @@ def parse(words: list[str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "calls": 2000, "seed": 0, "processes": 1, "seconds": None, "case": None, "output": None,
     }  # fmt: skip
+    if {"--help", "-h"} & {*words}:
+        print(__doc__)
+        sys.exit()
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in arguments:
             sys.exit(f"{word}: give {', '.join(f'{n}=' for n in arguments)}\n\n{__doc__}")
+        if name != "output" and value != "none" and not value.isdecimal():
+            sys.exit(f"{word}: give a whole number")
         arguments[name] = None if value == "none" else value if name == "output" else int(value)
     return arguments
 

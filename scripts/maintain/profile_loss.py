@@ -34,7 +34,7 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> None:
-    values = named_values(arguments, DEFAULTS)
+    values = named_values(arguments, DEFAULTS, __doc__)
     if values["logits"] not in KINDS:
         raise SystemExit(f"logits={values['logits']}: choose from {', '.join(KINDS)}")
     try:

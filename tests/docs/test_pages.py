@@ -125,3 +125,16 @@ def test_the_quickstart_works_from_training_to_the_report(
         assert done.returncode == 0, f"{shlex.join([script, *overrides])}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "my_model" / "config.json").exists()
     assert (tmp_path / "results" / "summaries" / "default" / "report.md").exists()
+
+
+def test_the_page_of_losses_names_every_set_of_the_benchmark() -> None:
+    sets = yaml.safe_load((ROOT / "configs/bench_loss.yaml").read_text(encoding="utf-8"))["sets"]
+    page = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    assert [name for name in sets if name != "shapes" and f"set={name}" not in page] == []
+
+
+def test_the_page_of_the_api_names_every_benchmark() -> None:
+    rows = (ROOT / "docs/api.md").read_text(encoding="utf-8").splitlines()
+    [row] = [line for line in rows if "`linrnn.bench`" in line]
+    packages = [path.parent.name for path in sorted((ROOT / "src/linrnn/bench").glob("*/__init__.py"))]
+    assert [name for name in packages if f"`{name}`" not in row] == []

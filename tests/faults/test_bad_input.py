@@ -101,6 +101,7 @@ def test_refused(
         ("maintain/figures", "gpus=8", "gpus=8", "without any"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
+        ("profile_sparsity", "checkpoints=[]", "names no run", "checkpoints=[results/default/RUN]"),
         ("evaluate", "checkpoint=x split=train checkpoint=y", "checkpoint is given twice (x, y)", "keep one"),
         ("sweep", "sweep=mve loss=liger jobs=2 loss=fla,kahan", "loss is given twice (liger, fla,kahan)", "keep one"),
         ("evaluate", "results/summaries", "results/summaries stands without its key", "checkpoint=results/summaries?"),
@@ -126,6 +127,13 @@ def test_help_says_what_a_command_does_and_runs_nothing(script: str, command_her
     assert f"usage: python scripts/{script}.py" in done.stdout
     assert "\nwrote" not in f"\n{done.stdout}"
     assert "groups:\n\n" not in done.stdout
+
+
+@pytest.mark.parametrize("script", ["certify_loss", "profile_loss", "fuzz_loss"])
+def test_a_script_without_a_configuration_answers_help(script: str, command_here: Command) -> None:
+    done = command_here(f"scripts/maintain/{script}.py", "--help")
+    assert done.returncode == 0
+    assert f"scripts/maintain/{script}.py" in done.stdout
 
 
 def _without_a_reader(script: str, arguments: list[str], errors: Path) -> None:

@@ -18,8 +18,14 @@ BenchConfig = BenchLossConfig | BenchModelsConfig | BenchStepsConfig | BenchFirs
 AnyRow = TypeVar("AnyRow")
 
 
-def named_values(arguments: Sequence[str], defaults: dict[str, str]) -> dict[str, str]:
-    """The defaults, and in their place what arguments of the form name=value say. An unknown name ends the program."""
+def named_values(arguments: Sequence[str], defaults: dict[str, str], manual: str | None) -> dict[str, str]:
+    """The defaults, and in their place what arguments of the form name=value say. An unknown name ends the program.
+
+    `--help` prints the manual, and ends the program, too.
+    """
+    if {"--help", "-h"} & {*arguments}:
+        print(manual)
+        raise SystemExit
     given = {name: value for name, _, value in (argument.partition("=") for argument in arguments)}
     if unknown := given.keys() - defaults.keys():
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(defaults)}")

@@ -173,7 +173,7 @@ class StdlibDataConfig(TokenizedDataConfig):
 
 @dataclass
 class TextDataConfig(TokenizedDataConfig):
-    """Local files: .txt, .jsonl or .parquet, each also compressed (.xz, .gz, .zst)."""
+    """Local files: .txt or .jsonl, each also compressed (.xz, .gz, .zst), or .parquet."""
 
     path: str = input_path()
     valid_path: str | None = input_path()

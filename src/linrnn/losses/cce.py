@@ -1,4 +1,4 @@
-"""`cce_kahan` and `cce_filter`: this repository's own kernels, which never hold the N x V logits.
+"""`cce_kahan` and `cce_filter`: this repository's own kernels, which never hold all logits of a large batch.
 
 They run in Triton on a GPU and in blockwise torch on a CPU, with the same bound on memory. See
 `cce_kernels.linear_cross_entropy`.
@@ -39,7 +39,7 @@ MULTIPROCESSORS = 132
 class CceKahanLossConfig(LossConfig):
     accumulate: str = option(
         "kahan",
-        "sum of the hidden states' gradient over vocabulary blocks: kahan (compensated) | fp32 | bf16 (plain)",
+        "how gradients are summed over chunks: kahan (compensated) | fp32 | bf16 (plain)",
         choices=("kahan", "fp32", "bf16"),
     )
     workspace_mib: int | None = option(
@@ -54,7 +54,8 @@ class CceKahanLossConfig(LossConfig):
 class CceFilterLossConfig(CceKahanLossConfig):
     accumulate: str = option(
         "kahan",
-        "sums over vocabulary blocks, if the filter's lists are too short: kahan (compensated) | fp32 | bf16 (plain)",
+        "how gradients are summed over chunks where the filter's lists are not used: kahan (compensated) | fp32 | "
+        "bf16 (plain)",
         choices=("kahan", "fp32", "bf16"),
     )
     workspace_mib: int | None = option(
@@ -220,9 +221,9 @@ def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
 
 @register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _traffic, _products))
 class CceKahan(LossBackend):
-    """This repository's exact kernel: no N x V logits in memory, no filter. Triton, or torch on CPU.
+    """This repository's exact kernel: never all logits of a large batch in memory, no filter. Triton, or torch on CPU.
 
-    Every gradient entry is computed. `accumulate` says how sums over blocks are kept.
+    Every gradient entry is computed. `accumulate` says how sums over chunks are kept.
     """
 
     config: CceKahanLossConfig
