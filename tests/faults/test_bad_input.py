@@ -403,6 +403,12 @@ def test_help_behind_an_option_shows_its_keys(
         assert f"\n{word}" in done.stdout, word
 
 
+def test_help_shows_no_sweep_that_nobody_chose(command_here: Command) -> None:
+    shown = command_here("scripts/sweep.py", "--help").stdout
+    assert "--- configs/sweep/" not in shown
+    assert "\nsweep=NAME must be given; sweep=NAME --help shows its keys\n" in shown
+
+
 def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None:
     trainer = Trainer(load_config(small()))
     trainer.fit()

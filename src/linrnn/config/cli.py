@@ -271,31 +271,30 @@ def one_line(text: str) -> str:
 
 
 def _options(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The options that a command line chooses. A group that must be chosen and is not gets its first option."""
-    text = (CONFIG_DIR / f"{config_name}.yaml").read_text(encoding="utf-8")
-    required = re.findall(r"^  - (\w+): \?\?\?", text, re.MULTILINE)
-    chosen = {group: f"{group}={options_of(group)[0]}" for group in required}
+    """The options that a command line chooses."""
     groups = {field.name for field in dataclasses.fields(COMMANDS[config_name])} & {*groups_of_options()}
     if issubclass(COMMANDS[config_name], ReadingConfig):
         groups.discard("data")  # not a group there: overrides of a run's data
-    chosen |= {argument.partition("=")[0]: argument for argument in arguments}
+    chosen = {argument.partition("=")[0]: argument for argument in arguments}
     return [option for group, option in chosen.items() if group in groups]
 
 
 def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
     """Usage, the groups with their options, and the manual: the YAML files, whose comments explain every key.
 
-    A loss has no YAML file; its lines are made from its options.
+    A loss has no YAML file; its lines are made from its options. A group that must be chosen and is not has no lines.
     """
     program = os.path.relpath(sys.argv[0])
-    composed = compose_config(overrides, config_name)
-    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
     own = CONFIG_DIR / f"{config_name}.yaml"
+    required = re.findall(r"^  - (\w+): \?\?\?", own.read_text(encoding="utf-8"), re.MULTILINE)
+    open_groups = [group for group in required if not any(option.startswith(f"{group}=") for option in overrides)]
+    composed = compose_config([*overrides, *(f"{group}={options_of(group)[0]}" for group in open_groups)], config_name)
+    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
     manual, groups = [(f"configs/{own.name}", own.read_text(encoding="utf-8").rstrip())], []
     for group in groups_of_options():
         if group in composed or (group == "experiment" and config_name == "train"):
             groups.append(f"  {group:<12} {' | '.join(options_of(group))}")
-        if group in composed and isinstance(composed[group], DictConfig):
+        if group in composed and group not in open_groups and isinstance(composed[group], DictConfig):
             chosen = manual_of(group, composed[group].get("name", "default")) or manual_of(group, "default")
             manual += [chosen] if chosen else []
     if groups:
@@ -307,4 +306,5 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
     ]
     for title, text in manual:
         lines += ["", f"--- {title}", text]
+    lines += [f"\n{group}=NAME must be given; {group}=NAME --help shows its keys" for group in open_groups]
     return "\n".join(lines).strip()
