@@ -432,3 +432,11 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
 def test_a_batch_for_each_loss_or_for_none(sizes: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not give a number of sequences to each of compiled, standard"):
         measured(tmp_path, "losses=[standard,cce_kahan]", f"batch_sizes={sizes}")
+
+
+def test_a_ratio_between_other_batches_says_what_it_compares() -> None:
+    row = replace(ROW, loss="cce_kahan", batch=12, wall_ms=[35.2], ratio=0.87, ratio_low=0.86, ratio_high=0.88)
+    assert run._in_words(row, 8).endswith(
+        "0.8700 of compiled (0.8600 to 0.8800) for equally many tokens (12 sequences)"
+    )
+    assert run._in_words(row, 12).endswith("0.8700 of compiled (0.8600 to 0.8800)")

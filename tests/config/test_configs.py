@@ -317,3 +317,19 @@ def test_the_remedy_for_half_precision_keeps_fp32_parameters(value: str, meant: 
     with pytest.raises(ConfigError) as error:
         load_config([f"trainer.precision={value}"])
     assert error.value.remedy == f"use trainer.precision={meant}"
+
+
+@pytest.mark.parametrize("key", ["init_from", "continue_from", "results_dir", "data.cache_dir", "data.path"])
+@pytest.mark.parametrize("value", ["", "''"])
+def test_an_empty_path_is_no_path(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is empty"):
+        load_config([*(["data=text"] if key == "data.path" else []), f"{key}={value}"])
+
+
+@pytest.mark.parametrize("owner", ["seed", "trainer.batch_size", "optimizer.lr", "group"])
+def test_a_key_below_a_single_value_names_that_value(owner: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{owner}.x: there is no such key, because {owner} is a single value"
+    ) as error:
+        load_config([f"{owner}.x=1"])
+    assert error.value.remedy == f"write {owner}=1"

@@ -55,6 +55,11 @@ def test_a_blank_line_ends_a_txt_document_and_no_byte_is_lost(tmp_path: Path) ->
     assert texts_of(path) == parts
 
 
+def test_a_txt_file_of_blank_lines_holds_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n \n\t\n")
+    assert texts_of(tmp_path / "a.txt") == []
+
+
 def test_zst_of_several_frames_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstd(b"one\n\n") + zstd(b"") + zstd(b"two\n\n" * 300_000))
@@ -86,7 +91,7 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, suffix: 
         ('["text"]', "line 2: not a JSON object"),
         ('{"body": "x"}', "line 2 has no field 'text'"),
         ('{"text": 5}', "line 2: text is int, not text"),
-        ('{"text": null}', "line 2: text is NoneType, not text"),
+        ('{"text": null}', "line 2: text is null, not text"),
         ('{"text": "\\ud800"}', "line 2: text has half of a surrogate pair"),
     ],
 )

@@ -143,7 +143,7 @@ def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_t
 def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points) -> None:
     points = make_points(2)
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(InterruptedRun, match="seed=0 was running, 1 were waiting") as stopped:
+    with pytest.raises(InterruptedRun, match="running: seed=0; waiting: 1") as stopped:
         run(points, s0=HANGS)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert statuses(points) == [None, None]
@@ -475,6 +475,7 @@ def test_time_left_follows_what_points_took(make_points) -> None:
     assert clock.left([second, third], elapsed=0) == pytest.approx(6)
     clock.add(first, 10)
     assert clock.left([second, third], elapsed=5) == pytest.approx(55)
+    assert clock.left([second, third], elapsed=61) is None, "it took longer than expected: no one knows"
     unknown = replace(third, seconds=None)
     assert clock.left([second, unknown], elapsed=0) == pytest.approx(20)
     assert TimeLeft(slots=1).left([unknown], elapsed=0) is None
@@ -582,7 +583,7 @@ def test_a_stop_reaches_every_rank(make_shared_points, tmp_path: Path) -> None:
     [point] = make_shared_points(1)
     hangs = f"import os; open({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{HANGS}"
     threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    with pytest.raises(InterruptedRun, match="seed=0 was running" if "seed=0" in point.label else "was running"):
+    with pytest.raises(InterruptedRun, match="running: seed=0" if "seed=0" in point.label else "running: "):
         run([point], s0=hangs)
     for rank in range(2):
         assert not Path("/proc", (tmp_path / f"pid{rank}").read_text()).exists()
@@ -653,3 +654,10 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(
 )
 def test_the_line_that_a_sweep_shows_of_a_point_is_its_progress_or_its_end(output: str, told: str) -> None:
     assert last_told(output) == told
+
+
+def test_the_command_of_a_point_without_a_run_names_no_path_of_this_machine(make_points) -> None:
+    [point] = make_points(1)
+    command = write_summary(point, "unsupported", "no GPU")["command"]
+    assert "results_dir=results" in command
+    assert str(point.directory.parents[1]) not in command

@@ -419,3 +419,13 @@ def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None
         "step_time_ms_median loss_layer_ms mfu mfu_6n device"
     )
     assert set(promised.split()) <= summary.keys()
+
+
+def test_a_benchmark_below_a_file_is_refused(
+    tmp_path: Path, command_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    options = ["shapes=[8x8x8]", "backends=[cce_kahan]", "rounds=2", "device=cpu", f"results_dir={tmp_path}/file"]
+    done = command_here("scripts/bench_loss.py", *options)
+    assert done.returncode == 7, done.stderr
+    assert f"error: Not a directory: {tmp_path}/file" in done.stderr

@@ -59,7 +59,7 @@ def test_a_name_is_found_however_it_is_written(written: str) -> None:
         (["model.config=gsa", "model.options.vocab_size=8"], "smaller than the vocabulary of 512", "512 or more"),
         (["model.config=delta_net", "model.options.num_heads=3"], "FLA cannot build it", "model.options"),
         (["model.config=mamba2", "model.attention_every=2"], "no option for attention layers", "delta_net"),
-        (["model.config=gsa", "model.attention_every=3"], "2 layers have no 3th", "2 or less"),
+        (["model.config=gsa", "model.attention_every=3"], "attention_every=3: the model has 2 layers", "2 or less"),
         (["model.config=gsa", "model.attention_window=3"], "no attention with a window", "attention_every"),
         (["model.config=yoco"], "is not an embedding, layers, a norm and a head", "another model"),
         (["model.config=mom"], "adds a loss of its own", "another model"),

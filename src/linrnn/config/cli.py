@@ -40,7 +40,7 @@ from linrnn.core.errors import (
 from linrnn.core.output import drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
 
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _NO_HOME = "Could not determine home directory."  # what Path.expanduser says
 _HELP_FLAGS = {"--help", "-h"}
 KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows

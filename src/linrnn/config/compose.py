@@ -394,6 +394,10 @@ def validate(config: Any) -> None:
 
 def _check_path(key: str, value: Any) -> None:
     for path in value if isinstance(value, list) else [value]:
+        if not path:  # Path("") would be the working directory
+            raise ConfigError(
+                f"{key} is empty, as with an unset variable of the shell", f"name a path, or leave {key} out"
+            )
         if not path.isprintable():
             raise ConfigError(
                 f"{key}={path!r} holds a character that cannot be printed, a line break perhaps", "rename the file"
@@ -498,6 +502,9 @@ def _bad_value(override: str, reason: str) -> ConfigError:
     key, _, value = override.partition("=")
     if "is not a ListConfig" in reason:
         return ConfigError(f"{override}: {key} is a list", f"put it in brackets: {key}=[{value}]")
+    if "'dict'" in reason and not value.startswith("{"):  # a key below a single value: `seed.x=1`
+        owner = key.rpartition(".")[0]
+        return ConfigError(f"{key}: there is no such key, because {owner} is a single value", f"write {owner}={value}")
     for kind, words in KINDS.items():
         if kind in reason:
             return ConfigError(f"{override} is not {words}", _as_kind(key, value, words))

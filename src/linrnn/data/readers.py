@@ -105,7 +105,7 @@ def _read_txt(path: Path, _text_field: str) -> Iterator[tuple[str, int]]:
             lines, has_text = [], False
         lines.append(line)
         has_text, after_blank = has_text or not blank, blank
-    if lines:
+    if has_text:
         yield "".join(lines), position
 
 
@@ -148,7 +148,7 @@ def checked_text(text: Any, where: str, text_field: str) -> str:
     """`text`, after a check that it is a string that UTF-8 can encode."""
     if not isinstance(text, str):
         raise DataError(
-            f"{where}: {text_field} is {type(text).__name__}, not text",
+            f"{where}: {text_field} is {'null' if text is None else type(text).__name__}, not text",
             "correct it, or name another data.text_field",
         )
     try:

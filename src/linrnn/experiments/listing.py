@@ -41,7 +41,7 @@ class TimeLeft:
             total = mean * len(points)
         else:
             return None
-        return max(total - elapsed, 0) / self._slots
+        return (total - elapsed) / self._slots if elapsed < total else None  # a wrong forecast is no answer
 
 
 def points_at_full_speed(jobs: int, gpus: Sequence[str], ranks: int = 1) -> int:

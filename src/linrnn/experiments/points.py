@@ -21,6 +21,7 @@ from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
+from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import HINTS, status_of, summary_without_figures
 
@@ -382,7 +383,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     the summary of a run that has trained steps.
     """
     launcher = ["python"] if point.ranks == 1 else ["torchrun", f"--nproc-per-node={point.ranks}"]
-    command = shlex.join([*launcher, "train.py", *point.overrides])
+    command = shlex.join([*launcher, "train.py", *without_machine_paths(point.overrides)])
     summary = summary_without_figures(point.config, point.name, status, reason, command, point.ranks)
     directory = point.run_directory()
     try:

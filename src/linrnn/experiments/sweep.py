@@ -233,7 +233,7 @@ class Sweep:
             process.wait()
         interrupted = ", ".join(process.point.label for process, _, _ in self._running)
         raise InterruptedRun(
-            f"interrupted; {interrupted or 'no point'} was running, {len(self._waiting)} were waiting",
+            f"interrupted; running: {interrupted or 'none'}; waiting: {len(self._waiting)}",
             "run the same command again to continue",
             signal_number,
         )

@@ -160,7 +160,7 @@ def _attention(
     layers = list(range(every - 1, settings["num_hidden_layers"], every))
     if not layers:
         raise ConfigError(
-            f"model.attention_every={every}: {settings['num_hidden_layers']} layers have no {every}th",
+            f"model.attention_every={every}: the model has {settings['num_hidden_layers']} layers",
             f"use model.attention_every={settings['num_hidden_layers']} or less",
         )
     heads = heads or settings.get("num_heads")

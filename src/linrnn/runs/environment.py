@@ -64,7 +64,7 @@ def command_line() -> str:
     """
     script = Path(sys.argv[0]).resolve()
     here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else sys.argv[0]
-    return shlex.join([*_starter(), here, *_without_machine_paths(sys.argv[1:])])
+    return shlex.join([*_starter(), here, *without_machine_paths(sys.argv[1:])])
 
 
 def typed_command() -> str:
@@ -80,7 +80,7 @@ def _starter() -> list[str]:
     return ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
 
 
-def _without_machine_paths(arguments: Sequence[str]) -> list[str]:
+def without_machine_paths(arguments: Sequence[str]) -> list[str]:
     """`key=value` arguments with paths changed as :func:`command_line` describes."""
     pairs = [argument.partition("=") for argument in arguments]
     results = next((Path(value) for key, _, value in pairs if key == "results_dir"), Path("results"))

@@ -175,7 +175,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
     checkpoints = config.trainer.checkpoint_every != 0
     return [
         "",
-        f"{config.model.name} x {config.size.name} x {config.loss.name} on {summary['device']}",
+        f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}",
         *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"),
         "",
         f"wrote {directory}/",

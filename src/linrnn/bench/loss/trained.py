@@ -111,7 +111,7 @@ def _tensors(reading: Reading, n_rows: int, batches: int) -> TrainedTensors:
     run, config = _run_directory(reading.directory), reading.config
     name = f"{run.parent.name}-{run.name}-step_{reading.step}-{n_rows}"
     origin = (
-        f"{config.model.name} {config.size.name} after {reading.step:,} steps (run {run.parent.name}/{run.name}, "
+        f"{config.model.label} {config.size.name} after {reading.step:,} steps (run {run.parent.name}/{run.name}, "
         f"{reading.precision}), on the validation split of data={config.data.name}"
     )
     shape = Shape(name, n_rows, weight_VD.shape[1], weight_VD.shape[0])

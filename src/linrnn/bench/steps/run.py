@@ -153,7 +153,7 @@ def measure_line(
                 row.status, row.reason = first.status, first.reason
     for row in rows.values():
         _compare(row, rows[BASELINE])
-        say(f"  {row.loss}: {_in_words(row)}")
+        say(f"  {row.loss}: {_in_words(row, rows[BASELINE].batch)}")
     return list(rows.values())
 
 
@@ -377,9 +377,10 @@ def _compare(row: Row, base: Row) -> None:
         row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
 
 
-def _in_words(row: Row) -> str:
+def _in_words(row: Row, baseline_batch: int) -> str:
     if row.status != "ok":
         return f"{row.status}. {row.reason}"
     if row.ratio is None or row.ratio_low is None or row.loss == BASELINE:
         return f"{row.step_ms:.1f} ms"
-    return f"{row.step_ms:.1f} ms, {row.ratio:.4f} of {BASELINE} ({row.ratio_low:.4f} to {row.ratio_high:.4f})"
+    times = f"{row.step_ms:.1f} ms, {row.ratio:.4f} of {BASELINE} ({row.ratio_low:.4f} to {row.ratio_high:.4f})"
+    return times if row.batch == baseline_batch else f"{times} for equally many tokens ({row.batch} sequences)"

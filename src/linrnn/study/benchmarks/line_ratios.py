@@ -29,7 +29,10 @@ def line_ratios(rows: Sequence[Row], name: str) -> Table:
     names = names_of(rows)
     if name not in names.values():
         known = "; ".join(dict.fromkeys(names.values()))
-        raise ConfigError(f"compare_with={name!r}: no line has this name", f"use one of: {known}")
+        raise ConfigError(
+            f"compare_with={name!r}: no line has this name",
+            f"use one of: {known}; what was measured is kept: add measure=false",
+        )
     times = {(names[row.line], row.loss): row.wall_ms for row in rows if row.status == "ok"}
     gains = {(one.verdict.setting, one.row.loss, one.verdict.against): one.ratios for one in step_speeds(rows)}
     baselines = [base for base in BASELINES if any(against == base for *_, against in gains)]
