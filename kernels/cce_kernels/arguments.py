@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import fields
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -34,6 +35,7 @@ _PRESET_DEFAULTS = {
     "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
     "accumulate": "kahan",
 }  # fmt: skip
+_NAMES = tuple(field.name for field in fields(Options))
 NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
 NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
@@ -60,7 +62,7 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
     """The options of a call: those given by name, and those of the preset.
 
     Raises:
-        TypeError: an option has the wrong type.
+        TypeError: an option is unknown or has the wrong type.
         ValueError: the preset is unknown, an option is given by name and by the preset, or a value is out of range or a
             tensor.
     """
@@ -74,6 +76,8 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
 
 def _checked_options(preset: str | None, **options: Any) -> Options:
     for name, value in options.items():
+        if name not in _NAMES:  # of the functions that take options as keywords
+            raise TypeError(f"{name}: is no option; the options are {', '.join(_NAMES)}")
         if isinstance(value, Tensor):
             raise ValueError(
                 f"{name}: must be a number, because options get no gradient; got a tensor. Give its .item(). A "

@@ -20,8 +20,12 @@ from .options import Options, options_of
 from .planner import Plan, Problem, skips_ignored
 from .row_math import assemble_loss, where_it_counts
 from .runtime.devices import kernels_on
+from .runtime.interpreter import INTERPRETED
 from .runtime.state import State, filled, present, used_up
 
+# torch knows operators by name. A second copy of this package (a Hub kernel) must not replace these. A graph that
+# torch.compile keeps on disk holds the plan of one backend, and must not be found by the other.
+NAMESPACE = str(__package__).replace(".", "_") + ("_interpreted" if INTERPRETED else "")
 # The fields of Options in order: the last inputs of most operators.
 OPTIONS = (
     "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_unbiased, "
@@ -114,7 +118,7 @@ def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | 
 
 
 _cross_entropy_op = torch.library.custom_op(
-    "cce_kernels::cross_entropy",
+    f"{NAMESPACE}::cross_entropy",
     filled(_cross_entropy),
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
@@ -194,7 +198,7 @@ def _recompute(
 
 
 _recompute_op = torch.library.custom_op(
-    "cce_kernels::cross_entropy_backward",
+    f"{NAMESPACE}::cross_entropy_backward",
     _recompute,
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
@@ -241,7 +245,7 @@ def _gather(
 
 
 _gather_op = torch.library.custom_op(
-    "cce_kernels::cross_entropy_backward_entries",
+    f"{NAMESPACE}::cross_entropy_backward_entries",
     _gather,
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor(a!)? main_grad_c, Tensor(b!)? stats, "
@@ -285,7 +289,7 @@ def _finish_stored(
 
 
 _finish_stored_op = torch.library.custom_op(
-    "cce_kernels::cross_entropy_backward_stored",
+    f"{NAMESPACE}::cross_entropy_backward_stored",
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
     schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor? weights, int rows, "
@@ -395,7 +399,7 @@ def _with_entropy(
 
 
 _with_entropy_op = torch.library.custom_op(
-    "cce_kernels::cross_entropy_and_entropy",
+    f"{NAMESPACE}::cross_entropy_and_entropy",
     filled(_with_entropy),
     mutates_args=(),
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",

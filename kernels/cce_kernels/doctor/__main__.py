@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ..api import try_options
 from .measure import profile
 from .presets import PRESETS, apply_liger, build
 
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("device: there is no GPU that torch can use; give device=cpu")
         dtype = _DTYPES[values.get("dtype", "bf16" if device.type == "cuda" else "fp32")]
+        options = {"workspace_mib": values["workspace_mib"]} if "workspace_mib" in values else {}
+        try_options(**options)  # before a model is built, which may take minutes
         torch.manual_seed(0)
         model = build(values["model"], overrides, dtype, device)
         if values.get("checkpointing"):
@@ -56,7 +59,6 @@ def main(arguments: Sequence[str]) -> int:
         if values.get("liger"):
             apply_liger(model)
         ids = torch.randint(model.config.vocab_size, (values.get("batch", 1), values.get("seq", 2048)), device=device)
-        options = {"workspace_mib": values["workspace_mib"]} if "workspace_mib" in values else {}
         found = profile(model, ids, rounds=values.get("rounds", 5), **options)
     except (TypeError, ValueError, ImportError, IndexError, RuntimeError) as error:
         print(f"error: {_in_words(error)}", file=sys.stderr)

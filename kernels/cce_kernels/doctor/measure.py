@@ -207,7 +207,7 @@ def _measured(causal: CausalModel, rounds: int, options: dict[str, Any]) -> Prof
     leaves = [hidden, *causal.model.parameters()]
     held = sum(x.nbytes for x in (hidden, gradient) if x is not None)
     found = _timed(passes, leaves, held, hidden.device, rounds)
-    name, switch = causal.diagnosis(logits)
+    name, switch = causal.diagnosis(logits, output)
     cuda = hidden.device.type == "cuda"
     return Profile(
         model=type(causal.model).__name__, loss=name, switch=switch,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -120,32 +121,32 @@ class CausalModel:
             hook.remove()
         return bool(called)
 
-    def diagnosis(self, logits: bool) -> tuple[str, str]:
+    def diagnosis(self, logits: bool, output: Any) -> tuple[str, str]:
         """What computes the loss now, and the line that switches to this package.
 
-        logits: what `calls_head` says of a training step.
+        logits: what `calls_head` says of a training step. output: the decoder's, for a trial of the line.
         """
         model, how = self.model, "on logits" if logits else "fused with the head"
         kind = vars(type(model)).get("_cce_kind", type(model))
         if is_patched(model):
             return "cce_kernels (patch)", NOTHING
         if "liger_kernel" in _packages(model.forward):
-            return f"Liger's forward, {how}", self._without_liger(kind)
+            return f"Liger's forward, {how}", self._without_liger(kind, output)
         if of_fla(kind):
-            return self._of_fla(how, logits)
+            return self._of_fla(how, logits, output)
         losses = importlib.import_module("transformers.loss.loss_utils")
         own = getattr(model, "loss_function", None)
         name = "transformers' default" if own is losses.ForCausalLMLoss else f"its own, {source(own or model.forward)}"
-        return f"{name}, {how}", _tried(model)
+        return f"{name}, {how}", self._tried(model, output)
 
-    def _without_liger(self, kind: Any) -> str:
+    def _without_liger(self, kind: Any, output: Any) -> str:
         if "liger_kernel" in _packages(kind.forward):
             return f"load the model without Liger's fused_linear_cross_entropy, then {PATCH}"
         bare = copy.copy(self.model)
         del bare.forward
-        return _tried(bare, f"del model.forward; {PATCH}")
+        return self._tried(bare, output, f"del model.forward; {PATCH}")
 
-    def _of_fla(self, how: str, logits: bool) -> tuple[str, str]:
+    def _of_fla(self, how: str, logits: bool, output: Any) -> tuple[str, str]:
         model, criterion = self.model, getattr(self.model, "criterion", None)
         if criterion is not None:
             package, name = type(criterion).__module__.split(".")[0], type(criterion).__name__
@@ -156,10 +157,22 @@ class CausalModel:
         if getattr(model.config, "use_l2warp", False):
             return f"FLA's with L2Warp, {how}", f"model.config.use_l2warp = False; {PATCH}"
         if logits:
-            return f"FLA's default, {how}", _tried(model)
+            return f"FLA's default, {how}", self._tried(model, output)
         if is_registered_in_fla():
             return f"cce_kernels (backend of FLA), {how}", NOTHING
         return f"FLA's, {how}", "cce_kernels.register_in_fla()"
+
+    def _tried(self, model: Any, output: Any, line: str = PATCH) -> str:
+        """`line`, if a patched copy of the model computes a loss; else what it says, and the function to call.
+
+        output: the decoder's; only head and loss are computed.
+        """
+        try:
+            with self.without_decoder(output), torch.no_grad():
+                patch(copy.copy(model))(**self.batch)
+        except (TypeError, ValueError) as error:
+            return f"cce_kernels.linear_cross_entropy in a loop of your own, because patch refuses: {error}"
+        return line
 
 
 def _decoders(model: Any) -> list[Any]:
@@ -210,12 +223,3 @@ def _packages(function: Any) -> set[str]:
         found.add(source(function).split(".")[0])
         function = getattr(function, "__wrapped__", None)
     return found
-
-
-def _tried(model: Any, line: str = PATCH) -> str:
-    """`line`, if `patch` takes a copy of the model; else what `patch` says, and the function to call."""
-    try:
-        patch(copy.copy(model))
-    except (TypeError, ValueError) as error:
-        return f"cce_kernels.linear_cross_entropy in a loop of your own, because patch refuses: {error}"
-    return line

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,16 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         raise ValueError(f"model: there is no folder, config.json, preset or model type {name}; {meant}")
     preset = PRESETS[name][2] if name in PRESETS else {}
     if path.exists():
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with _in_one_line(f"model: {name} has a configuration that transformers refuses"):
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     else:
         config = transformers.AutoConfig.for_model(kind, **preset)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model: {name} is no causal language model, but of type {kind}")
     values = {key: _override(config, key, text) for key, text in overrides.items()}
     if values and not path.exists():  # anew, because the constructor derives some values from others
-        config = transformers.AutoConfig.for_model(kind, **{**preset, **values})
+        with _in_one_line(f"config: a {type(config).__name__} refuses {', '.join(overrides)}"):
+            config = transformers.AutoConfig.for_model(kind, **{**preset, **values})
     if path.is_dir() and any(path.glob("*.safetensors")):
         return auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True).to(device).train()
     with device:  # a GPU draws weights faster
@@ -118,10 +121,15 @@ def _override(config: Any, key: str, text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         value = text
-    try:
+    with _in_one_line(f"config.{key}: a {type(config).__name__} refuses {text}"):
         setattr(config, key, value)
-    except Exception as error:  # transformers' own kind of error, which it may rename
-        raise ValueError(
-            f"config.{key}: a {type(config).__name__} refuses {text}: {error.__cause__ or error}"
-        ) from None
     return value
+
+
+@contextmanager
+def _in_one_line(refusal: str) -> Iterator[None]:
+    """Raise a ValueError for whatever a configuration raises: transformers has its own errors, and may rename them."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{refusal}: {str(error.__cause__ or error).strip()}") from None

@@ -67,17 +67,29 @@ class _Trial(View):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return self._decoder if isinstance(value, nn.Module) else value
-
-    def _decoder(self, *_: Any, **__: Any) -> Any:
-        weight = self._head.weight
-        return _TrialOutput((torch.zeros(1, 2, weight.shape[1], device=weight.device, dtype=weight.dtype),))
+        return _TrialDecoder(value, self._head.weight) if isinstance(value, nn.Module) else value
 
     def _loss(self, logits: Any, *_: Any, **__: Any) -> Tensor:
         if not isinstance(logits, DeferredLogits):
             raise LogitsNeeded("computes its logits elsewhere than in its head")
         self.lost = True
         return torch.zeros(())
+
+
+class _TrialDecoder:
+    """A module that gives zeros, and so do all modules inside. (Bart calls `self.model.decoder`.)"""
+
+    def __init__(self, module: nn.Module, weight: Tensor) -> None:
+        """weight: the head's."""
+        self._module, self._weight = module, weight
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        weight = self._weight
+        return _TrialOutput((torch.zeros(1, 2, weight.shape[1], device=weight.device, dtype=weight.dtype),))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _TrialDecoder(value, self._weight) if isinstance(value, nn.Module) else value
 
 
 class _TrialOutput(tuple):

@@ -48,6 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..arguments import (
+    as_integer,
     check_flags,
     check_inputs,
     check_tensor,
@@ -147,10 +148,11 @@ def vocabulary_parallel_linear_cross_entropy(
         o = make_options(preset, options)
         check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
         _check_place(shards, rows, group)
-        found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
+        check_tensor("c", c)
         rank = dist.get_rank(group)
-        if c.shape[0] != shards[rank]:
+        if c.dim() == 2 and c.shape[0] != shards[rank]:  # before targets, which are checked against all shards
             raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
+        found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
         if not targets.numel():
             raise ValueError("targets: must not be empty; give at least one row, whose target may be ignore_index")
         return o, *found, weights_of_rows(token_weights, targets, shift)
@@ -205,7 +207,11 @@ def vocabulary_parallel_linear_cross_entropy(
 
 def _check_place(shards: Sequence[int], rows: str, group: dist.ProcessGroup) -> None:
     ranks = dist.get_world_size(group)
-    if len(shards) != ranks or min(shards) < 1:
-        raise ValueError(f"shards: must be {ranks} positive numbers, one for each rank, got {list(shards)}")
+    try:
+        fit = [as_integer("shards", n) > 0 for n in shards] == [True] * ranks
+    except TypeError:
+        fit = False
+    if not fit:
+        raise ValueError(f"shards: must be {ranks} positive integers, one for each rank, got {shards}")
     if rows not in ROWS:
         raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")

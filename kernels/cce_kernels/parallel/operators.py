@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 from ..backends import backend_of, restored
 from ..derivative import differentiable, empty_gradient, stored_dtypes
 from ..filter_rule import FilterStats, Rule
-from ..operators import OPTIONS
+from ..operators import NAMESPACE, OPTIONS
 from ..options import Options, options_of
 from ..planner import Plan, Problem
 from ..row_math import IGNORED, Rows, assemble_loss, weighted, where_it_counts
@@ -107,7 +107,7 @@ def _forward(
 
 
 _forward_op = torch.library.custom_op(
-    "cce_kernels::vocab_parallel",
+    f"{NAMESPACE}::vocab_parallel",
     filled(_forward),
     mutates_args=(),
     schema=f"({INPUTS}, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
@@ -255,7 +255,7 @@ def _finish_stored(
 
 
 _finish_stored_op = torch.library.custom_op(
-    "cce_kernels::vocab_parallel_backward_stored",
+    f"{NAMESPACE}::vocab_parallel_backward_stored",
     _finish_stored,
     mutates_args=("sums", "main_grad_c", "stats"),
     schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor here, Tensor[] held, "
@@ -327,7 +327,7 @@ def _recompute(
 
 
 _recompute_op = torch.library.custom_op(
-    "cce_kernels::vocab_parallel_backward",
+    f"{NAMESPACE}::vocab_parallel_backward",
     _recompute,
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
@@ -404,7 +404,7 @@ def _total(x: Tensor, group: str) -> Tensor:
 
 
 _total_op = torch.library.custom_op(
-    "cce_kernels::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+    f"{NAMESPACE}::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
 )
 
 

@@ -152,6 +152,23 @@ def test_a_model_that_patch_refuses_gets_the_reason():
     assert "the losses differ" in str(found)
 
 
+class Late(transformers.LlamaForCausalLM):
+    """Its forward needs more tokens than `patch` tries it with, so that only a call shows what it does to logits."""
+
+    def forward(self, input_ids=None, labels=None, **_):
+        assert input_ids.shape[1] > 2
+        logits = self.lm_head(self.model(input_ids)[0]).square()
+        return transformers.modeling_outputs.CausalLMOutput(
+            self.loss_function(logits, labels, self.config.vocab_size), logits
+        )
+
+
+def test_a_line_whose_call_fails_is_not_offered():
+    model = Late(build_hf("Llama").config)
+    cce_kernels.unpatch(cce_kernels.patch(model))
+    assert "because patch refuses: model: its forward uses .square of its logits" in measured(model).switch
+
+
 # ------------------------------------------------------------------------------------------------------- the figures
 def test_the_time_of_each_part_is_its_own(monkeypatch):
     """On a clock that the decoder and the head alone move, the decoder in its backward pass, too."""
@@ -333,6 +350,8 @@ def test_a_sequence_with_more_tokens_than_positions_is_explained(capsys):
         (["model=llama", "json=yes"], "json: must be true or false"),
         (["model=llama", "dtype=int8"], "dtype: must be one of bf16, fp16, fp32"),
         (["model=llama", "workspace_mib=x"], "workspace_mib: must be a number"),
+        (["model=llama_8b", "device=cpu", "workspace_mib=0"], "workspace_mib: must be positive and finite"),
+        (["model=llama", "device=cpu", "config.hidden_size=33"], "refuses hidden_size: The hidden size (33) is"),
         (["model=llama", "device=cpu", "config.hiden_size=8"], "did you mean config.hidden_size"),
         (["model=llama", "device=cpu", "config.foo=8"], "config.foo: a LlamaConfig has no such key\n"),
         (["model=llama", "device=cpu", "config.hidden_size=x"], "config.hidden_size: a LlamaConfig refuses x: "),

@@ -68,7 +68,7 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     needs = [True, True, False]
     arguments = (e, c, targets, None, None, None, None, -100, BF16, "mean", True, False, needs, *o.values())
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.cce_kernels_interpreted.cross_entropy.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])

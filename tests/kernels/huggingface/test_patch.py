@@ -566,6 +566,7 @@ def build_t5():
         (lambda: NoLoss(build_hf("Llama").config), r"NoLoss is not supported: its forward computes no loss from"),
         (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
         (build_t5, r"uses .view of its logits"),
+        (lambda: build_hf("Bart", d_model=32, decoder_layers=1), r"BartForCausalLM is not supported: .* uses .view of"),
     ],
 )  # fmt: skip
 def test_models_of_another_structure_are_refused_with_the_reason(build, message):

@@ -4,6 +4,8 @@ Kernels are neither compiled nor run here; the graphs only have shapes.
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,6 +78,17 @@ def test_a_buffer_of_the_callers_is_the_only_other_thing_written_to(backward_gra
     plain = written(backward_graph())
     with_buffer = written(backward_graph(main_grad_c=torch.zeros(VOCAB, 64)))
     assert sorted(map(str, with_buffer)) == sorted(map(str, [*plain, ((VOCAB, 64), torch.float32)]))
+
+
+def test_each_backend_of_a_cpu_has_operators_of_its_own():
+    """torch.compile keeps graphs on disk by the operators' names. A graph holds the plan of one backend."""
+    code = "from cce_kernels import operators; print(operators._cross_entropy_op._qualname)"
+    interpreted = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert interpreted.stdout.strip() == "cce_kernels_interpreted::cross_entropy"
+    assert operators._cross_entropy_op._qualname == "cce_kernels::cross_entropy"
 
 
 def sizes():

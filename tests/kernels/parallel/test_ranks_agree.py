@@ -31,7 +31,8 @@ EXPECTED = {
     "weights of another type": "ValueError token_weights: must be bfloat16, float16 or float32, got torch.int64 "
     "(on rank 1 of 2)",
     "shards": "ValueError c: has 5 rows, shards says 6 for rank 1 (on rank 1 of 2)",
-    "unknown option": "ValueError preset: must be one of ",
+    "unknown preset": "ValueError preset: must be one of ",
+    "unknown option": "ValueError softcp: is no option; the options are softcap, ",
     "different gradients, same rows": f"RuntimeError {GRADIENTS}",
     "different gradients, same rows, buffer": f"RuntimeError {GRADIENTS}",
     "right after all that": "ok",
@@ -80,7 +81,8 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     report("weights on one rank", **({"token_weights": weights} if first else {}))
     report("weights of another type", token_weights=weights if first else weights.long())
     report("shards", shards=[5, 5] if first else [4, 6])
-    report("unknown option", **({} if first else {"preset": "nothing"}))
+    report("unknown preset", **({} if first else {"preset": "nothing"}))
+    report("unknown option", **({} if first else {"softcp": 3}))
     report("different gradients, same rows", rows="same", scale=1.0 + rank)
     buffer = torch.zeros(5, 8, device=device)
     report("different gradients, same rows, buffer", rows="same", scale=1.0 + rank, main_grad_c=buffer)
