@@ -72,6 +72,9 @@ def test_the_table_of_every_loss_beside_float8_holds_the_rows() -> None:
     control = judged[AGAIN]
     assert control.n == 5
     assert f"compiled built twice has an interval of {control.low:.3f} to {control.high:.3f}." in page
+    [rounds] = [row.wall_ms for row in rows if row.loss == "compiled"]
+    assert rounds == sorted(rounds)
+    assert f"took longer than the one before, from {rounds[0]:.0f} to {rounds[-1]:.0f} ms." in page
     slower = {loss for loss, verdict in judged.items() if (verdict.high or 0) < 1}
     assert slower == {"fla", "liger"}
     assert "Only FLA's and Liger's losses are slower than compiled with their whole interval." in page

@@ -6,6 +6,7 @@ import pytest
 from blocks import ROOT
 from figures import (
     FIRST_SCREEN,
+    H100,
     STEPS,
     answer_of,
     by_name,
@@ -18,6 +19,7 @@ from figures import (
     with_interval,
 )
 
+from linrnn.bench.loss.rows import read_rows as read_loss_rows
 from linrnn.bench.records import read_runs
 from linrnn.bench.steps.rows import AGAIN, read_rows
 from linrnn.core.files import read_object
@@ -195,6 +197,19 @@ def test_the_mve_as_cuda_graphs_is_told_with_its_rows() -> None:
     assert "GLA: {:.2f} GiB with eager, {:.2f} with compiled and {:.2f} with ours.".format(*peaks[0]) in page
     assert "The Transformer: {:.2f}, {:.2f} and {:.2f}.".format(*peaks[1]) in page
     assert min(v.low or 0 for v in ours) > 0.95, "the MVE's criterion"
+    layers = {
+        row.backend: row.graph_ms
+        for row in read_loss_rows(H100 / "mve.json")
+        if (row.set, row.logits, row.workspace_mib) == ("grid", "flat", None)
+    }
+    shares = [
+        sorted(100 * (layers[loss] or 0) / (own[loss].step_ms or 1) for own in rows.values())
+        for loss in ("compiled", "cce_kahan")
+    ]
+    told = "{:.2f} ms with compiled and {:.2f} with ours".format(layers["compiled"], layers["cce_kahan"])
+    ends = "{:.0f} to {:.0f} % and {:.0f} to {:.0f} % of these steps".format(*shares[0], *shares[1])
+    assert told in page
+    assert ends in page
 
 
 def test_the_table_of_lengths_holds_the_shares_and_gains() -> None:
