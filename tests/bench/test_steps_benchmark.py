@@ -426,6 +426,10 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
     assert "## gla smoke, 2 x 16 tokens, V = 96" in page
     assert "Ratios are those of the time for equally many tokens." in page
     assert re.search(r"\| `cce_kahan` \| 3 .* \| 3 \|\n", page)
+    [panel] = report.plot(read_rows(tmp_path)).axes
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    assert names == [f"{AGAIN}, 2 x 16", "standard, 1 x 16", "cce_kahan, 3 x 16"]
+    assert panel.get_xlabel().startswith("time for equally many tokens / compiled")
 
 
 @pytest.mark.parametrize("sizes", ["[2,1]", "[2,1,0]", "[2,1,1,1]"])

@@ -24,6 +24,7 @@ from linrnn.costs.utilisation import mfu_of_summary
 from linrnn.experiments.breakdown import (
     SCAN,
     Breakdown,
+    assemble,
     check_parts,
     markdown,
     measure,
@@ -273,3 +274,16 @@ def test_the_committed_breakdowns_are_what_their_figures_say() -> None:
         expected = mfu_of_summary({**run, "tokens_per_second": tokens / seconds})
         assert {key: content[key] for key in expected} == pytest.approx(expected)
         assert path.with_suffix(".md").read_text() == markdown(Breakdown(**content))
+
+
+def test_a_slow_step_gives_no_row_two_figures_that_contradict_each_other(small: Small) -> None:
+    """Every row of the time holds medians over the steps: also the mixers', and what no part holds."""
+    run = trainer(small, "model=gla")
+    parts = {f"{part}/forward": 0.0 for part in ("embedding", "norms", "mixer", "mixer/projections", "mlp", "loss")}
+    slow = [("mixer/forward", 0.009), ("mlp/forward", 0.009), ("loss/forward", 0.009)]  # another part in each step
+    times = [{**parts, "optimizer": 0.0, "host": 0.01, "step": 0.01, name: seconds} for name, seconds in slow]
+    rows = markdown(assemble(run.plan, run.architecture, "a name", {}, {}, times)).splitlines()
+    [rest] = [row for row in rows if row.startswith("| the rest |")]
+    assert "| 1.00 ms, 10.0% (10.0% to 10.0%) |" in rest
+    [mixer] = [row for row in rows if row.startswith("| mixer |")]
+    assert "| 0.0% (-" in mixer, "the share has its interval, as those of the mixers' two parts have"

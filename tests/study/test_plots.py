@@ -39,6 +39,8 @@ def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
     assert (plain.filling, plain.dash) == ("full", "-")
     assert (plain.filling, plain.dash) != (variant.filling, variant.dash)
     assert next(iter(found)) == "cce_kahan accumulate=bf16", "legends keep the order"
+    many = looks(["cce_kahan", *(f"cce_kahan workspace_mib={2**k}" for k in range(11))]).values()
+    assert len({(look.colour, look.filling) for look in many}) == len({(look.colour, look.dash) for look in many}) == 12
 
 
 def test_losses_and_models_are_named_in_words() -> None:
@@ -47,6 +49,7 @@ def test_losses_and_models_are_named_in_words() -> None:
     assert in_words("liger") == "liger"
     assert model_in_words("gla", "1b3", 1_740_000_000) == "GLA 1b3 (1.7 B parameters)"
     assert model_in_words("kda", "mve", 10_291_200) == "KDA mve (10 M parameters)"
+    assert model_in_words("gla", "smoke", 461_696) == "GLA smoke (0.46 M parameters)"
 
 
 def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> None:
@@ -73,6 +76,8 @@ def test_speeds_of_several_seeds_have_an_interval() -> None:
     figure = plots.pareto(read_committed(SUMMARIES / "mve"))
     assert figure.axes[0].containers, "error bars"
     assert figure.axes[0].get_ylim()[0] == 0
+    tick = figure.axes[0].yaxis.get_major_formatter()
+    assert [tick(value) for value in (2.5, 1200.0)] == ["2.5", "1,200"]
     pyplot.close(figure)
 
 
@@ -85,10 +90,11 @@ def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> No
     pyplot.close(figure)
 
 
-def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_wait_for_the_host() -> None:
-    figure = figures.study(ROOT / "results")
+def test_the_studys_pictures_draw_undecided_points_hollow_and_names_steps_that_wait_for_the_host() -> None:
+    of_speed, figure = figures.study_speed(ROOT / "results"), figures.study(ROOT / "results")
     speed, mve, liger, batch, at_largest, memory, loss, curves, *filters = figure.axes
     titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [axes.get_title(loc="left") for axes in of_speed.axes] == [*titles[:3], titles[4]]
     assert titles[0] == "Tokens/s, same batch: ratio ≥ 1.08 asked (more is better; n = 6 to 8)"
     assert titles[6] == "Final training loss minus compiled's, MVE: within ±0.01 nats asked (left: lower; n = 12)"
 
@@ -148,6 +154,8 @@ def test_the_studys_picture_draws_undecided_points_hollow_and_names_steps_that_w
     assert [name.split(",")[0] for name in names(tuned)] == [name for name in figures.FINE_TUNED for _ in range(2)]
     assert "asked of ours" in titles[2]
     assert "white" not in faces(tuned)
+    assert of_speed.get_size_inches()[1] < 30, "two or three screens"
+    pyplot.close(of_speed)
     pyplot.close(figure)
 
 

@@ -110,6 +110,8 @@ def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.C
     shutil.rmtree(clone / REPORT.name)
     assert f"read 1 runs of {clone / REPORT.name}" in capsys.readouterr().out
     assert (output / "runs.json").exists()
+    page = (output / "report.html").read_text()
+    assert f"Made again by <code>python scripts/report.py {' '.join(options)}</code>" in page
 
 
 def test_the_report_of_other_runs_is_not_overwritten(clone: Path, tmp_path: Path) -> None:

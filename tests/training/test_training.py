@@ -119,7 +119,11 @@ def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, mo
         lines = final_lines(run.config, run.directory.path, summary)
         [line] = [line for line in lines if "another loss" in line]
         assert f"{starter}train.py 'data.path=a b' seed=1 results_dir=/tmp/a loss=standard  # another loss" in line
-    assert any("evaluate.py" in line for line in lines)
+    assert any("python scripts/evaluate.py" in line for line in lines)
+    monkeypatch.setattr(sys, "argv", ["/a b/train.py", *typed])
+    lines = final_lines(run.config, run.directory.path, summary)
+    for script in ("train.py", "scripts/evaluate.py", "scripts/doctor.py"):
+        assert any(f"'/a b/{script}'" in line for line in lines), "all lie beside the train.py that ran"
     for own, other in (("cce_kahan", "cce_filter"), ("cce_filter", "cce_kahan")):  # vocab refuses all other losses
         shared = load_config(small("parallel=vocab", f"loss={own}"))
         check_vocabulary_parallel(load_config([f"loss={other}"]).loss)

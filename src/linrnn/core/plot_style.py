@@ -2,7 +2,7 @@
 
 Each loss has one colour and one marker. The colours are Okabe and Ito's, which readers with any colour vision tell
 apart; `compiled`, the baseline, is grey. A loss with other options keeps its colour and marker, and gets another
-filling of the marker and another dash of the line.
+filling of the marker and another dash of the line. After six of them its colour is paler.
 """
 
 import math
@@ -90,8 +90,15 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
         colour, marker, _ = LOSSES.get(loss, OTHER)
         # The loss without options gets the filled marker, whatever the order of the labels.
         for i, label in enumerate(sorted(variants, key=lambda label: label != loss)):
-            found[label] = Look(colour, marker, FILLINGS[i % len(FILLINGS)], DASHES[i % len(DASHES)])
+            cycle, place = divmod(i, len(FILLINGS))
+            found[label] = Look(_paler(colour, cycle), marker, FILLINGS[place], DASHES[place])
     return {label: found[label] for label in labels}
+
+
+def _paler(colour: str, times: int) -> str:
+    """A colour, each time halfway nearer to white."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{255 - (255 - part) // 2**times:02X}" for part in parts)
 
 
 def loss_of(label: str) -> str:

@@ -22,7 +22,7 @@ from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.intervals import Estimate
-from linrnn.runs.step_parts import shares_of_step
+from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import compute_dtype, device_name
@@ -292,17 +292,13 @@ def _memory_lines(b: Breakdown) -> list[str]:
 def _time_lines(b: Breakdown) -> list[str]:
     rows = []
     step = b.time["step"]["total"]
-    rest = step
-    shares = shares_of_step({"time": b.time, "steps": b.steps})
+    timed = seconds_of_steps({"time": b.time, "steps": b.steps})
+    shares = {part: share_of_step(timed, part) for part in (*b.time, REST) if part in timed[0] and part != "step"}
     for part in TIMED:
-        if rest is not None:
-            rest -= sum(value or 0 for value in b.time[part].values())
         rows.append(_time_cells(b, part, part, shares))
         inner = [name for name in (PROJECTIONS, SCAN) if part == "mixer" and name in b.time]
         rows += [_time_cells(b, name, f"of it {name.removeprefix('mixer/')}", shares) for name in inner]
-    update = b.time["optimizer"]["total"]
-    rest = None if rest is None else rest - (update or 0)
-    totals = {"optimizer": update, "the rest": rest, "step": step}
+    totals = {"optimizer": b.time["optimizer"]["total"], REST: median(timed, REST), "step": step}
     if "host" in b.time:
         totals["host"] = b.time["host"]["total"]
     for name, spent in totals.items():

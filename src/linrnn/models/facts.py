@@ -282,6 +282,9 @@ def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -
     if not n_parameters:
         return words
     millions = n_parameters / 1e6
+    digits = 0 if millions >= 1 else 2
     return (
-        f"{words} ({millions / 1e3:.2g} B parameters)" if millions >= 1000 else f"{words} ({millions:.0f} M parameters)"
+        f"{words} ({millions / 1e3:.2g} B parameters)"
+        if millions >= 1000
+        else f"{words} ({millions:.{digits}f} M parameters)"
     )

@@ -24,12 +24,19 @@ def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
 
     All steps are of one process. A breakdown that kept the medians alone gives shares without an interval.
     """
+    steps = seconds_of_steps(breakdown)
+    return {part: share_of_step(steps, part) for part in _parts(steps[0])}
+
+
+def seconds_of_steps(breakdown: dict[str, Any]) -> list[dict[str, float]]:
+    """Seconds by part of every timed step, the divided mixers and the rest included. Without steps: the medians."""
     timed = [_all_passes(seconds) for seconds in breakdown.get("steps") or ()] or [_all_medians(breakdown)]
-    steps = [_parts(seconds) for seconds in timed]
-    return {
-        part: estimate([parts[part] / seconds[STEP] for parts, seconds in zip(steps, timed, strict=True)], ratios=False)
-        for part in steps[0]
-    }
+    return [{**seconds, REST: _parts(seconds)[REST]} for seconds in timed]
+
+
+def share_of_step(steps: list[dict[str, float]], part: str) -> Estimate:
+    """A part's share of :func:`seconds_of_steps`: the median, and its 90 % interval."""
+    return estimate([seconds[part] / seconds[STEP] for seconds in steps], ratios=False)
 
 
 def _all_medians(breakdown: dict[str, Any]) -> dict[str, float]:
@@ -48,5 +55,5 @@ def _all_passes(seconds: dict[str, float]) -> dict[str, float]:
 
 def _parts(times: dict[str, float]) -> dict[str, float]:
     divided = {name.split("/")[0] for name in times if "/" in name}
-    parts = {name: seconds for name, seconds in times.items() if name not in {STEP, HOST} | divided}
+    parts = {name: seconds for name, seconds in times.items() if name not in {STEP, HOST, REST} | divided}
     return {**parts, REST: times[STEP] - sum(parts.values())}

@@ -230,12 +230,14 @@ def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[s
     other = (_NEXT_LOSS_BY_VOCABULARY if by_vocabulary else _NEXT_LOSS).get(config.loss.name, "cce_kahan")
     cache = config.data.cache_dir
     kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
-    evaluate = shlex.join([str(python), "scripts/evaluate.py", f"checkpoint={directory}", *kept])
+    starter = Path(sys.argv[0])
+    scripts = (starter.parent if starter.name == "train.py" else Path()) / "scripts"  # beside the train.py that ran
+    evaluate = shlex.join([str(python), str(scripts / "evaluate.py"), f"checkpoint={directory}", *kept])
     return [
         HINTS,
         f"  {_with_loss(_train_command(config), other, python)}  # another loss",
         *([f"  {evaluate}"] if checkpoints else []),
-        f"  {python} scripts/doctor.py    # what runs on this machine",
+        f"  {shlex.join([str(python), str(scripts / 'doctor.py')])}    # what runs on this machine",
     ]
 
 

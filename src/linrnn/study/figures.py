@@ -8,6 +8,7 @@ from typing import Any
 from linrnn.bench.loss.plots import hero
 from linrnn.bench.loss.rows import Row, read_rows, rows_for
 from linrnn.bench.records import read_runs
+from linrnn.bench.steps.rows import Row as StepRow
 from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
@@ -34,6 +35,7 @@ from linrnn.study.plots import (
     step_parts,
     study_rows,
 )
+from linrnn.study.plots.forest import OF_SPEED
 from linrnn.study.plots.select import named
 from linrnn.study.report.settings import changes_of_loss
 from linrnn.study.results import read_committed
@@ -127,6 +129,7 @@ def draw(results: Path, output: Path) -> list[Path]:
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
         "study": study,
+        "study_speed": study_speed,
         "peak_memory": peak_memory,
         "largest_batch": largest_batch,
         "filters": filters,
@@ -159,18 +162,28 @@ def study(results: Path) -> Any:
         found = verdicts(runs)
         kept.update({(row.verdict.criterion, row.name, row.verdict.against): row for row in study_rows(runs, found)})
         losses += loss_rows(found) if group == SEEDS else []
-    steps = [
-        [row for name in names for row in read_rows_of_steps(results / "bench_steps" / f"{DEVICE}{name}")]
-        for names in (*STEPS, AT_LARGEST)
-    ]
-    *alike, _ = steps
+    *alike, _ = steps = _steps(results)
     for row in peak_rows([verdict for rows in alike for verdict in step_peaks(rows)]):
         key = row.verdict.criterion, row.name, row.verdict.against
         # A share of the baseline's peak, as it was.
         kept[key] = replace(row, attainable=kept[key].attainable if key in kept else None)
-    speeds = [one for rows in steps for one in step_speeds(rows)]
     batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
+    speeds = [one for rows in steps for one in step_speeds(rows)]
     return forest([*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)])
+
+
+def study_speed(results: Path) -> Any:
+    """The panels of :func:`study` on the speed of whole steps, for the page that asks no more."""
+    speeds = [one for rows in _steps(results) for one in step_speeds(rows)]
+    return forest(speed_rows(speeds), "What the study asked of speed, and what was measured", OF_SPEED)
+
+
+def _steps(results: Path) -> list[list[StepRow]]:
+    """The rows of whole steps, those with each loss's largest batch last."""
+    return [
+        [row for name in names for row in read_rows_of_steps(results / "bench_steps" / f"{DEVICE}{name}")]
+        for names in (*STEPS, AT_LARGEST)
+    ]
 
 
 def _filter_rows(results: Path) -> list[ForestRow]:

@@ -158,6 +158,7 @@ def plot(rows: list[Row]) -> Any:
     places: list[float] = []
     names: list[str] = []
     titles = titles_of(rows)
+    batches = {line[0].line: {row.batch for row in line} for line in lines}
     y = 0.0
     for own in groups:
         y -= 1.3
@@ -168,7 +169,7 @@ def plot(rows: list[Row]) -> Any:
             panel.plot([row.ratio_low, row.ratio_high], [y, y], color=look.colour, linewidth=1.5)
             panel.plot([row.ratio], [y], **look.point)
             places.append(y)
-            names.append(row.loss)
+            names.append(row.loss if len(batches[row.line]) == 1 else f"{row.loss}, {row.batch} x {row.seq:,}")
             peak = "" if row.peak_gib is None else f", {row.peak_gib:.1f} GiB"
             panel.text(
                 1.01, y, f"{row.step_ms:,.1f} ms{peak}", transform=panel.get_yaxis_transform(), va="center", size=8.5
@@ -178,7 +179,8 @@ def plot(rows: list[Row]) -> Any:
     panel.set_ylim(y - 0.8, -0.4)
     panel.grid(axis="y", visible=False)
     panel.margins(x=0.08)
-    panel.set_xlabel(f"step, time / {BASELINE} in the same round (better: left); bars: 90 % intervals")
+    what = "step, time" if all(len(own) == 1 for own in batches.values()) else "time for equally many tokens"
+    panel.set_xlabel(f"{what} / {BASELINE} in the same round (better: left); bars: 90 % intervals")
     figure.suptitle("Training steps, the loss alone exchanged")
     figure.tight_layout()
     return figure

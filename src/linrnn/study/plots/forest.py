@@ -31,7 +31,7 @@ from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
 ASKED: dict[Criterion, tuple[str, str]] = {
     SPEED: ("Tokens/s, same batch", "more is better"),
     BATCH: ("Largest batch of 1.3B, H100 of 80 GB", "more is better"),
-    SPEED_AT_LARGEST: ("Tokens/s at these batches", "more is better"),
+    SPEED_AT_LARGEST: ("Tokens/s, each loss at its largest batch", "more is better"),
     MEMORY: ("Peak memory, same batch", "less is better"),
     MVE_LOSS: ("Final training loss minus compiled's, MVE", "left: lower"),
     CURVES: ("Largest difference of training curves, MVE", "less is closer"),
@@ -50,15 +50,17 @@ BATCHES = re.compile(
 ON_HOST = " (host)"  # behind a line's name if its steps wait for the host
 FREE = "attainable: a loss layer without cost"
 WIDE = 5  # a panel that reaches beyond so many times its target has a logarithmic axis outside of the target
+POINTS = "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
+V_1B3 = "V = 128,256 at 1b3 where no other vocabulary is named."
+OF_SPEED = f"{POINTS}n: rounds of one process. (host): the host may decide a step's time, so no verdict.\nH100. {V_1B3}"
 NOTE = (
-    "Bars on points: 90 % interval. Filled: met or missed. Hollow: undecided.\n"
-    "n: pairs of runs; for tokens/s, rounds of one process. (host): the host may decide a step's time, so no verdict.\n"
+    f"{POINTS}n: pairs of runs; for tokens/s, rounds of one process. "
+    "(host): the host may decide a step's time, so no verdict.\n"
     "H200, older kernels: peak memory of GLA 1b3 against eager, and pale bars of memory at 1b3.\n"
     "H100, older kernels: largest batch of GLA with checkpointing. H200: fine-tuning of all models but GLA.\n"
-    "All else: H100. V = 128,256 at 1b3 where no other vocabulary is named.\n"
+    f"All else: H100. {V_1B3}\n"
     "Filters at 10 M: GLA from random weights, 305 steps where no number stands. Test loss: WikiText-103.\n"
-    "Outside of ±0.01 nats a wide axis is logarithmic.\n"
-    "Batches and memory do not scatter."
+    "Outside of ±0.01 nats a wide axis is logarithmic. Batches and memory do not scatter."
 )
 
 
@@ -160,7 +162,7 @@ def _free_memory(bases: Sequence[Run]) -> float | None:
     return median(values) if values else None
 
 
-def forest(rows: Sequence[Row]) -> Any:
+def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured", note: str = NOTE) -> Any:
     """One panel per criterion and question, with 90 % intervals.
 
     A panel of ratios has a line per model, with the ratios to compiled and to eager, and the control's if there is
@@ -186,9 +188,9 @@ def forest(rows: Sequence[Row]) -> Any:
         axes.grid(visible=False, axis="y")
         axes.set_title(_title(own), loc="left", fontsize=9.5)
     top = 1 - 0.1 / size[1]  # 0.98, the default, lies within a tall figure's first panel
-    figure.suptitle("What the study asked, and what was measured", y=top)
+    figure.suptitle(title, y=top)
     order = [*(f"ours / {name}" for name in ("compiled", "eager")), "Liger / compiled", CONTROLS, "target", FREE]
-    legend_below(figure, {name: lines[name] for name in order if name in lines}, NOTE)
+    legend_below(figure, {name: lines[name] for name in order if name in lines}, note)
     return figure
 
 

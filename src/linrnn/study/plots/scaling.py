@@ -157,7 +157,7 @@ def _panels(
     if from_zero or y is None:  # after all points are drawn
         for axes in grid.flat[: len(panels)]:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.yaxis.set_major_formatter("{x:,.10g}")  # a tick at 2.5 is not 2
     figure.suptitle(title)
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds." if several else "")
     return figure

@@ -6,7 +6,7 @@ from typing import Any
 from linrnn.runs.environment import commit_in_words
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 from linrnn.runs.mixtures import same_origin
-from linrnn.runs.step_parts import parts_of_step
+from linrnn.runs.step_parts import shares_of_step
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import (
@@ -221,27 +221,27 @@ def on_breakdowns(runs: Sequence[Run], breakdowns: Sequence[dict[str, Any]]) -> 
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
     lines = []
     for breakdown in breakdowns:
-        run, step = breakdown["run"], breakdown["time"]["step"]["total"]
-        if (run["model"], run["size"]) not in kinds or not step:
+        run = breakdown["run"]
+        if (run["model"], run["size"]) not in kinds or not breakdown["time"]["step"]["total"]:
             continue
         if differing := same_origin(environment, breakdown["environment"]):
             lines.append(
                 f"{run['run_name']}: its breakdown is left out. It was made with another {', '.join(differing)}."
             )
         else:
-            lines.append(" ".join(_on_breakdown(breakdown, step)))
+            lines.append(" ".join(_on_breakdown(breakdown)))
     return lines
 
 
-def _on_breakdown(breakdown: dict[str, Any], step: float) -> list[str]:
-    """Sentences on the breakdown of one run; `step` in seconds."""
+def _on_breakdown(breakdown: dict[str, Any]) -> list[str]:
+    """Sentences on the breakdown of one run."""
     run = breakdown["run"]
-    parts = parts_of_step(breakdown)
-    name, share = max(parts, key=lambda part: parts[part]), parts["loss"] / step
+    shares = {part: found.value for part, found in shares_of_step(breakdown).items()}
+    name, share = max(shares, key=lambda part: shares[part]), shares["loss"]
     lines = [
-        f"{run['model']} x {run['loss']}, B = {run['batch_size']}: the largest part of a step is {name} "
-        f"({parts[name] / step:.0%}). The loss takes {share:.1%} of a step. A loss without cost would make the step "
-        f"{1 / (1 - share):.3f} x as fast."
+        f"{run['model']} x {run['loss']}, B = {run['batch_size']}, by scripts/breakdown.py: the largest part of a step "
+        f"is {name} ({shares[name]:.0%}). The loss takes {share:.1%} of a step. A loss without cost would make the "
+        f"step {1 / (1 - share):.3f} x as fast."
     ]
     memory = breakdown["memory"]
     peak, without = (memory.get(key, {}).get("measured") for key in ("peak", "peak/without_loss_layer"))

@@ -1,11 +1,14 @@
 """Write a group's report. `make_report` finds the runs or the committed rows; `write_report` writes the files."""
 
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from linrnn.config import load_config
 from linrnn.config.schema import ReportConfig
+from linrnn.config.strings import quoted
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.study import plots
@@ -61,7 +64,7 @@ def make_report(config: ReportConfig) -> list[Path]:
     print(f"read {source}")
     if committed and (directory / STEPS).exists():
         print(f"read all their logged steps from {directory / STEPS}: they give the rows' final losses and times")
-    again = f"python scripts/report.py {shlex.quote(f'group={title}' if config.group else f'summary={directory}')}"
+    again = _command(config)
     if committed:
         lists = (read_list(directory / name) for name in (MAX_BATCHES, BREAKDOWNS))
         output = Path(config.output_dir) if config.output_dir else directory
@@ -73,6 +76,13 @@ def make_report(config: ReportConfig) -> list[Path]:
     answers = [answer for group in groups for answer in read_max_batches(group)]
     taken_apart = read_breakdowns(Path(config.breakdowns))
     return write_report(runs, output, title, answers, taken_apart, source=source, again=again)
+
+
+def _command(config: ReportConfig) -> str:
+    """The command that makes this report again: the group or summary, and every other key that has no default value."""
+    defaults, values = (dataclasses.asdict(one) for one in (load_config([], "report"), config))
+    changed = [f"{key}={value}" for key, value in values.items() if value != defaults[key]]
+    return shlex.join(["python", "scripts/report.py", *quoted(changed, "report")])
 
 
 def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:
