@@ -68,7 +68,7 @@ def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder: Path) -
             assert row.gradient_norm == pytest.approx(own[0].gradient_norm, rel=1e-4)
             assert all(host <= wall for host, wall in zip(row.host_ms, row.wall_ms, strict=True))
             assert 0 < row.loss_layer_share < 1
-            assert (row.device_ms, row.peak_gib, row.allocations) == ([], None, None), "figures of a GPU"
+            assert (row.device_ms, row.peak_gib, row.allocations, row.sm_mhz) == ([], None, None, []), "of a GPU"
 
 
 def test_ratios_follow_from_the_raw_times(folder: Path) -> None:
@@ -360,6 +360,15 @@ def test_the_committed_page_and_its_intervals_are_what_the_kept_rounds_give(comm
         assert [row.ratio, row.ratio_low, row.ratio_high] == pytest.approx([found.value, found.low, found.high])
     report.write_report(copy)
     assert (copy / "steps.md").read_text() == (committed / "steps.md").read_text()
+
+
+def test_the_clock_is_read_once_a_turn_and_stands_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([1980.0, None, 1755.0, 1800.0])
+    monkeypatch.setattr(run, "gpu_state", lambda _: {"sm_mhz": next(clocks)})
+    rows = measured(tmp_path, "rounds=2", "losses=[]")
+    assert sorted(mhz for row in rows for mhz in row.sm_mhz) == [1755, 1800, 1980]
+    page = report.write_report(tmp_path)[0].read_text()
+    assert "* The GPU's clock was 1,755 to 1,980 MHz, read in untimed steps.\n" in page
 
 
 def test_the_page_compares_with_eager_where_both_ran_in_one_process(tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ def markdown(rows: list[Row], device: str, runs: list[str], pictured: bool = Fal
             for row in own
             if row.allocations
         ]
+        if clocks := [mhz for row in own for mhz in row.sm_mhz]:
+            remarks.append(
+                f"* The GPU's clock was {min(clocks):,.0f} to {max(clocks):,.0f} MHz, read in untimed steps."
+            )
         lines += [*remarks, *([""] if remarks else [])]
     return "\n".join(lines) + "\n"
 

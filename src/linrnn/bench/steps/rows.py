@@ -38,6 +38,7 @@ class Row:
     wall_ms: list[float] = field(default_factory=list)  # from an idle device to an idle device
     device_ms: list[float] = field(default_factory=list)  # between CUDA events; empty on a CPU
     host_ms: list[float] = field(default_factory=list)  # until the host has given the device all work of the turn
+    sm_mhz: list[float] = field(default_factory=list)  # the GPU's clock, read in untimed steps; empty on a CPU
     ratio: float | None = None  # median of the rounds' ratios of wall_ms to BASELINE's, for equally many tokens
     ratio_low: float | None = None  # Student's interval of 90 %, of the ratios' logarithms
     ratio_high: float | None = None

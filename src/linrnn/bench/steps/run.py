@@ -39,6 +39,7 @@ from linrnn.models import LanguageModel, build_model, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import LossTimer
 from linrnn.profiling.graphs import GraphCounter, in_words
+from linrnn.runs.environment import gpu_state
 from linrnn.training.execution.compilation import compile_kernels_of, rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
@@ -305,6 +306,7 @@ class Bench:
         self._make_room()
         step = self._step_of(loss, row)
         self._steps(step, self.config.settle + self.graphed)
+        self._record_clock(row)  # before the device is idle
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -323,6 +325,11 @@ class Bench:
         if allocations is not None:
             row.device_ms.append(events[0].elapsed_time(events[1]) / n)
             row.allocations = (row.allocations or 0) + (_allocations(self.device) or 0) - allocations
+
+    def _record_clock(self, row: Row) -> None:
+        state = gpu_state(self.device)
+        if state is not None and state["sm_mhz"] is not None:
+            row.sm_mhz.append(state["sm_mhz"])
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
         """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
