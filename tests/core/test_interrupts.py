@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command has SIGINT ignored
 from linrnn.core.interrupts import worker_processes
 
 def work(number):
