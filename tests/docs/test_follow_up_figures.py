@@ -75,6 +75,11 @@ def test_the_table_of_every_loss_beside_float8_holds_the_rows() -> None:
     [rounds] = [row.wall_ms for row in rows if row.loss == "compiled"]
     assert rounds == sorted(rounds)
     assert f"took longer than the one before, from {rounds[0]:.0f} to {rounds[-1]:.0f} ms." in page
+    [first] = [row["compiled"].step_ms for name, row in follow_ups().items() if name == FLOAT8.format("Transformer")]
+    more = 100 * ((statistics.median(rounds) / (first or 1)) - 1)
+    assert f"Their median is {more:.0f} % above that of the first process ({first:.1f} ms)." in page
+    told = with_interval(judged["cce_kahan"])
+    assert ["the same in a later process", "torch.compile", "-", told, "**undecided**", "5"] in index_rows("Follow-ups")
     slower = {loss for loss, verdict in judged.items() if (verdict.high or 0) < 1}
     assert slower == {"fla", "liger"}
     assert "Only FLA's and Liger's losses are slower than compiled with their whole interval." in page

@@ -305,8 +305,9 @@ class Bench:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
         self._make_room()
         step = self._step_of(loss, row)
-        self._steps(step, self.config.settle + self.graphed)
-        self._record_clock(row)  # before the device is idle
+        if untimed := self.config.settle + self.graphed:
+            self._steps(step, untimed)
+            self._record_clock(row)
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -327,6 +328,7 @@ class Bench:
             row.allocations = (row.allocations or 0) + (_allocations(self.device) or 0) - allocations
 
     def _record_clock(self, row: Row) -> None:
+        """Read the GPU's clock while the device still works on untimed steps. An idle GPU lowers its clock."""
         state = gpu_state(self.device)
         if state is not None and state["sm_mhz"] is not None:
             row.sm_mhz.append(state["sm_mhz"])
