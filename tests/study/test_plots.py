@@ -18,7 +18,9 @@ from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from linrnn.study import figures, plots
 from linrnn.study.benchmarks.largest_batch import batch_verdicts, searches_on_the_h100
 from linrnn.study.benchmarks.step_speed import HOST, step_peaks, step_speeds
+from linrnn.study.plots.forest import panels_of
 from linrnn.study.results import read_committed
+from linrnn.study.verdicts import CONTROL
 
 ROOT = Path(__file__).resolve().parents[2]
 SUMMARIES = ROOT / "results" / "summaries"
@@ -88,6 +90,28 @@ def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> No
     ends = sorted(patch.get_x() + patch.get_width() for patch in figure.axes[0].patches)
     assert ends[-1] == pytest.approx(peaks[-1], rel=1e-3)
     pyplot.close(figure)
+
+
+def test_the_overview_draws_every_point_of_the_forest_plot_and_counts_the_answers() -> None:
+    figure, points = figures.at_a_glance(ROOT / "results"), figures.study_points(ROOT / "results")
+    panels = panels_of(points)
+    assert len(figure.axes) == len(panels) == len(figures.study(ROOT / "results").axes) > 9
+    for axes, own in zip(figure.axes, panels, strict=True):
+        markers = [line for line in axes.lines if len(line.get_xdata()) == 1]
+        assert sorted(line.get_xdata()[0] for line in markers) == sorted(row.verdict.value or 0 for row in own)
+        hollow = [line for line in markers if line.get_markerfacecolor() == "white"]
+        assert len(hollow) == sum(row.verdict.verdict == "undecided" for row in own)
+        question, *counts = [text.get_text() for text in axes.texts]
+        assert f"{own[0].verdict.criterion.target:g}" in question
+        judged = [row.verdict for row in own if row.verdict.backend not in (AGAIN, CONTROL)]
+        by_base = {base: [v for v in judged if v.against == base] for base in ("compiled", "standard")}
+        told = []
+        for base, found in by_base.items():
+            met, undecided = (sum(v.verdict == answer for v in found) for answer in ("met", "undecided"))
+            words = f"{met} of {len(found)} met" + (f", {undecided} undecided" if undecided else "")
+            head = {"compiled": "against compiled: ", "standard": "against eager: "}[base]
+            told += [head * own[0].verdict.criterion.ratio + words] if found else []
+        assert counts == told, question
 
 
 def test_the_studys_pictures_draw_undecided_points_hollow_and_names_steps_that_wait_for_the_host() -> None:

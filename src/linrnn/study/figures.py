@@ -30,6 +30,7 @@ from linrnn.study.plots import (
     largest_batches,
     loss_rows,
     memory_parts,
+    overview,
     peak_rows,
     speed_rows,
     step_parts,
@@ -128,6 +129,7 @@ def draw(results: Path, output: Path) -> list[Path]:
     """
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
+        "study_at_a_glance": at_a_glance,
         "study": study,
         "study_speed": study_speed,
         "peak_memory": peak_memory,
@@ -154,6 +156,16 @@ def loss_layer(results: Path) -> Any:
 
 def study(results: Path) -> Any:
     """The study's questions and its measurements, for our exact loss; of training losses, for all losses."""
+    return forest(study_points(results))
+
+
+def at_a_glance(results: Path) -> Any:
+    """The points of :func:`study` without their names, a strip for each question."""
+    return overview(study_points(results))
+
+
+def study_points(results: Path) -> list[ForestRow]:
+    """The study's verdicts, as the forest plot and the overview draw them."""
     kept: dict[tuple[Any, ...], ForestRow] = {}  # if a model was measured twice in a setting, the later row is kept
     losses = []
     for group in STUDY:
@@ -169,7 +181,7 @@ def study(results: Path) -> Any:
         kept[key] = replace(row, attainable=kept[key].attainable if key in kept else None)
     batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
     speeds = [one for rows in steps for one in step_speeds(rows)]
-    return forest([*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)])
+    return [*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)]
 
 
 def study_speed(results: Path) -> Any:

@@ -16,6 +16,7 @@ from linrnn.study.plots.forest import (
 )
 from linrnn.study.plots.learning import distances, dropped_mass, loss_curves
 from linrnn.study.plots.memory import largest_batches, memory_parts
+from linrnn.study.plots.overview import overview
 from linrnn.study.plots.scaling import (
     AXES,
     batch_scaling,
@@ -62,6 +63,7 @@ __all__ = [
     "loss_share",
     "loss_time",
     "memory_parts",
+    "overview",
     "pareto",
     "peak_rows",
     "save",

@@ -41,7 +41,12 @@ SHORT = {"none": "", "selective": ", selective checkpointing", "full": ", checkp
 LIGER = "liger"
 # The points of a line of ratios, from above: the control, Liger to compiled, ours to compiled, ours to eager.
 SLOTS = (AGAIN, LIGER, *BASELINES)
-CONTROLS = "control: compiled / compiled"
+COMPARED = {
+    BASELINES[0]: "ours / compiled",
+    BASELINES[1]: "ours / eager",
+    LIGER: "Liger / compiled",
+    AGAIN: "control: compiled / compiled",
+}
 OF_LIGER = "Tokens/s, same batch, Liger"
 OF_MVE = "Tokens/s, same batch, 10 M parameters"
 BATCHES = re.compile(
@@ -171,7 +176,7 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     Red lines are the targets. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points are
     undecided.
     """
-    panels = _panels(rows)
+    panels = panels_of(rows)
     names = [_names([row.name for row in own]) for own in panels]
     heights = [len(told) * _height(own) + 0.9 for told, own in zip(names, panels, strict=True)]
     size = (9.5, 0.36 * sum(heights) + 0.62 * len(panels) + 1.1)
@@ -180,21 +185,19 @@ def forest(rows: Sequence[Row], title: str = "What the study asked, and what was
     for axes, own, told in zip(grid[:, 0], panels, names, strict=True):
         criterion = own[0].verdict.criterion
         (_ratios if criterion.ratio else _differences)(axes, own, told, lines)
-        for target in {criterion.target, -criterion.target if criterion.rule == WITHIN else criterion.target}:
-            lines["target"] = axes.axvline(target, **TARGET, linestyle="-", zorder=2)
-        axes.axvline(1 if criterion.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
+        lines["target"] = draw_target(axes, criterion)
         axes.set_yticks(range(len(told)), told)
         axes.set_ylim(len(told) - 0.4, -0.6)
         axes.grid(visible=False, axis="y")
         axes.set_title(_title(own), loc="left", fontsize=9.5)
     top = 1 - 0.1 / size[1]  # 0.98, the default, lies within a tall figure's first panel
     figure.suptitle(title, y=top)
-    order = [*(f"ours / {name}" for name in ("compiled", "eager")), "Liger / compiled", CONTROLS, "target", FREE]
+    order = [*COMPARED.values(), "target", FREE]
     legend_below(figure, {name: lines[name] for name in order if name in lines}, note)
     return figure
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Row]]:
+def panels_of(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each panel: those of the criteria first, in their order. Liger's speed follows ours."""
     criteria = list(ASKED)
     keys = list(dict.fromkeys((row.verdict.criterion, row.panel) for row in rows))
@@ -210,49 +213,61 @@ def _panels(rows: Sequence[Row]) -> list[list[Row]]:
     ]
 
 
-def _title(rows: Sequence[Row]) -> str:
+def draw_target(axes: Any, criterion: Criterion) -> Any:
+    """Lines at what was asked and at no difference. Returns a line of the former, for a legend."""
+    axes.axvline(1 if criterion.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
+    targets = {criterion.target, -criterion.target if criterion.rule == WITHIN else criterion.target}
+    line, *_ = [axes.axvline(target, **TARGET, linestyle="-", zorder=2) for target in targets]
+    return line
+
+
+def question_of(rows: Sequence[Row]) -> tuple[str, str, str]:
+    """What a panel asks, the target, and which direction is better, each in words."""
     criterion = rows[0].verdict.criterion
     words, better = ASKED.get(criterion, ("", "left: lower"))
     words = rows[0].panel or words
-    asked = f"{criterion.rule}{'' if criterion.rule == WITHIN else ' '}{criterion.target:g}"
+    target = f"{criterion.rule}{'' if criterion.rule == WITHIN else ' '}{criterion.target:g}"
+    of_whom = "asked of ours" if words == OF_LIGER else "asked"
+    return words, f"{f'ratio {target}' if criterion.ratio else f'{target} nats'} {of_whom}", better
+
+
+def _title(rows: Sequence[Row]) -> str:
+    words, asked, better = question_of(rows)
     counts = sorted({row.verdict.n for row in rows})
     n = f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
-    told = "; ".join(filter(None, [better, n]))
-    of_whom = "asked of ours" if words == OF_LIGER else "asked"
-    return f"{words}: {f'ratio {asked}' if criterion.ratio else f'{asked} nats'} {of_whom} ({told})"
+    return f"{words}: {asked} ({better}; {n})"
 
 
-def _slots(rows: Sequence[Row]) -> list[str]:
+def slots_of(rows: Sequence[Row]) -> list[str]:
     """What the points of a line of ratios compare, from above."""
-    found = {_slot(row) for row in rows}
+    found = {slot_of(row) for row in rows}
     return [slot for slot in SLOTS if slot in found]
 
 
-def _slot(row: Row) -> str:
+def slot_of(row: Row) -> str:
     return row.verdict.backend if row.verdict.backend in (AGAIN, LIGER) else row.verdict.against or ""
 
 
 def _height(rows: Sequence[Row]) -> float:
     """The height of a panel's line."""
-    return len(_slots(rows)) / 2 if rows[0].verdict.criterion.ratio else 0.7
+    return len(slots_of(rows)) / 2 if rows[0].verdict.criterion.ratio else 0.7
 
 
 def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[str, Any]) -> None:
     """Points of a panel of ratios, one to three to a line, and what the legend shows of them."""
-    slots = _slots(rows)
+    slots = slots_of(rows)
     found = looks([*BASELINES, CONTROL, LIGER])
-    told = {AGAIN: CONTROLS, LIGER: "Liger / compiled", BASELINES[0]: "ours / compiled", BASELINES[1]: "ours / eager"}
     for row in rows:
-        slot = _slot(row)
+        slot = slot_of(row)
         look = found[CONTROL if slot == AGAIN else slot]
         place = names.index(row.name) + (slots.index(slot) - (len(slots) - 1) / 2) * 0.8 / len(slots)
         if row.attainable is not None:
             bar = {"height": 0.6 / len(slots), "color": PALE, "zorder": 1}
             lines[FREE] = axes.barh(place, row.attainable - 1, left=1, **bar)
         point(axes, row.verdict, place, look)
-        lines.setdefault(told[slot], _handle(look))
+        lines.setdefault(COMPARED[slot], marker_of(look))
     axes.set_xscale("log")
-    _plain_ticks(axes, rows)
+    plain_ticks(axes, rows)
 
 
 def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[str, Any]) -> None:
@@ -260,6 +275,11 @@ def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[s
     found = looks(loss_of(row.verdict.backend) for row in rows)
     for row in rows:
         point(axes, row.verdict, names.index(row.name), found[loss_of(row.verdict.backend)])
+    difference_axis(axes, rows)
+
+
+def difference_axis(axes: Any, rows: Sequence[Row]) -> None:
+    """An axis of differences around 0; logarithmic outside of the target if points lie far beyond."""
     criterion = rows[0].verdict.criterion
     most = 1.1 * max(criterion.target, *(abs(bound) for row in rows for bound in _bounds(row.verdict)))
     if far := most > WIDE * criterion.target:
@@ -295,13 +315,14 @@ def point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
     axes.text(1.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=GREY)
 
 
-def _handle(look: Any) -> Any:
+def marker_of(look: Any) -> Any:
+    """What a legend shows of a look."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], **look.point)
 
 
-def _plain_ticks(axes: Any, rows: Sequence[Row]) -> None:
+def plain_ticks(axes: Any, rows: Sequence[Row]) -> None:
     """Set plain numbers as the ticks of a logarithmic axis of ratios."""
     values = [1.0, rows[0].verdict.criterion.target]
     for row in rows:
