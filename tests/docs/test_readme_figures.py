@@ -85,7 +85,7 @@ def test_the_study_s_index_holds_the_h100_s_rows() -> None:
     told = ["1.3B, eight settings of four models", "torch.compile", "1.08", ours, "**missed**", "6 or 8"]
     assert told in index_rows("Faster steps")
     answer = "**no** in five of eight, **undecided** in three"
-    told = ["speed of 1.3B steps, 8 sequences", "torch.compile", liger, ours, answer, "6 or 8"]
+    told = ["speed of 1.3B steps in bf16, 8 sequences", "torch.compile", liger, ours, answer, "6 or 8"]
     assert told in index_rows("Liger")
     found = verdicts(read_committed(ROOT / "results" / "summaries" / "same_loss"))
     for against, name in (("compiled", "torch.compile"), ("standard", "eager")):

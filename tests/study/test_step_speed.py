@@ -95,5 +95,9 @@ def test_lines_are_compared_by_their_times_and_gains() -> None:
     assert cells == {"`compiled`": ["1.100", "-"], "`cce_kahan`": ["1.210", "**missed**: 0.909"]}
     few = [replace(row, wall_ms=row.wall_ms[:4], host_ms=row.host_ms[:4]) for row in rows]
     assert str(line_ratios(few, "GLA 1b3").rows[1][3]).startswith("**undecided**: 0.9"), "four rounds decide nothing"
+    again = replace(ROW, loss=AGAIN)
+    assert line_ratios([*rows, again], "GLA 1b3").rows[1] == table.rows[1]
+    drifting = line_ratios([*rows, times(again, 0.98)], "GLA 1b3").rows[1]
+    assert str(drifting[3]).startswith("**undecided**: 0.909"), "compiled differs from itself"
     with pytest.raises(ConfigError, match="no line has this name"):
         line_ratios(rows, "GLA 350m")
