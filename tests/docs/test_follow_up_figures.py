@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections import Counter
+from operator import itemgetter as pick
 from typing import Any
 
 import pytest
@@ -385,7 +386,7 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
     assert beside == {BLOCKS.format("GLA"), RANKS[0].format("Transformer")}
     with_float8, with_blocks = (judged[name].verdict for name in (float8, blocks))
     index = {setting: told for setting, _, _, told, _, _ in index_rows("Follow-ups")}
-    assert index["speed with float8 blocks, Transformer"] == with_interval(with_float8)
+    assert index["speed with float8 blocks, Transformer: is ours faster"] == with_interval(with_float8)
     assert index["speed without float8, Transformer"] == with_interval(with_blocks)
     for model in ("GLA", "Transformer"):
         again = judged[PLAIN.format(model)].verdict
@@ -403,6 +404,33 @@ def test_the_follow_ups_sentences_hold_the_rows() -> None:
         assert f"{row.gradient_norm:.0f} {word}" in page
     norms = [f"{found[text.format('Transformer')]['compiled'].gradient_norm:.1f}" for text in (PLAIN, FLOAT8)]
     assert f"The Transformer's norms are {norms[0]} and {norms[1]}." in page
+
+
+def test_the_verdicts_on_losses_are_those_of_the_three_sizes_tables() -> None:
+    ranks, page = {"10 M": 128, "448 M": 512, "1.75 B": 1024}, "h7_follow_ups.md"
+    against = {
+        size: dict(map(pick(0, 2), table_of(page, f"{size} parameters: `cce_kahan` against compiled")))
+        for size in ranks
+    }
+    changes = {
+        size: {(name, loss): cell for name, loss, _, cell, *_ in table_of(page, f"{size} parameters: change")}
+        for size in ranks
+    }
+    rows = {(what, model): cells for what, model, *cells in table_of(page, "what is compared")}
+    assert len(rows) == 6
+    for (what, model), cells in rows.items():
+        for (size, rank), cell in zip(ranks.items(), cells, strict=True):
+            change = "float8=blocks" if "float8" in what else f"shared_projection_rank={rank}"
+            if what.startswith("`cce_kahan`"):
+                expected = against[size][f"{model}, compile=blocks, float8=blocks"]
+            else:
+                expected = changes[size][f"{model}, {change}", "`cce_kahan`"]
+            word, _, figures = expected.partition(": ")
+            told = f"{word}: {figures.split()[0]}" if "missed" in word else word
+            assert re.split("[,;] ", cell)[0] == told, (what, model, size)
+    compiled = changes["10 M"]["GLA, shared_projection_rank=128", "`compiled`"]
+    assert compiled.startswith("**undecided**")
+    assert "; compiled **undecided**" in rows["a shared projection of half the width and none", "GLA"][0]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ def test_the_largest_batches(label: str, checkpointing: str) -> None:
     assert len(ratios) == 4
     width = f"{min(ratios):.2f} to {max(ratios):.2f}"
     assert MEASURED[f"sequences of four 1.3B models on 80 GB, {label}"][1] == width
-    assert FIRST_SCREEN.count(f"{width} times") == 1
+    assert FIRST_SCREEN.count(f"{width} times") == (checkpointing != "selective"), (
+        "the least and the most are told in words"
+    )
 
 
 def test_the_final_losses_of_the_mve() -> None:
