@@ -2,6 +2,7 @@
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -567,6 +568,39 @@ def test_a_backend_that_breaks_becomes_a_row_and_the_others_go_on(tmp_path, eage
     assert [row.status for row in rows] == ["ok", "ok", "ok", "ok", "failed", "out_of_memory", "ok"]
     assert rows[4].reason == "RuntimeError: kernel exploded"
     assert "failed: RuntimeError" in table(rows)
+
+
+@pytest.mark.parametrize("breaks", ["cce_kahan", "standard"])
+def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
+    tmp_path, eager_baseline, monkeypatch, breaks
+):
+    rounds, calls, first, time_step_ms = 13, Counter(), {}, timing.time_step_ms
+
+    def build(config, **how):
+        loss = build_loss(config, **how)
+        first.setdefault(config.name, loss)
+        return loss
+
+    def flaky(loss, problem):
+        calls[id(loss)] += 1
+        if loss is first[breaks] and calls[id(loss)] == 13:  # some of these calls are its warm-up
+            raise torch.OutOfMemoryError("out of memory")
+        return time_step_ms(loss, problem)
+
+    monkeypatch.setattr(run, "build_loss", build)
+    monkeypatch.setattr(timing, "time_step_ms", flaky)
+    overrides = ("backends=[cce_kahan,cce_filter]", "logits=[flat]", f"rounds={rounds}")
+    rows = run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
+    failed = [row.backend for row in rows if row.status != "ok"]
+    assert failed == [breaks]
+    assert {row.rounds for row in rows if row.status == "ok" and row.forward_backward_ms} == {rounds}
+    assert "out_of_memory" in table(rows)
+
+
+def test_a_shape_whose_labels_are_all_ignored_is_refused(tmp_path, eager_baseline):
+    overrides = ("shapes=[1x16x32]", "logits=[half_ignored]", "backends=[cce_kahan]")
+    with pytest.raises(ConfigError, match="every label of this shape is ignored"):
+        run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
 
 
 def test_a_floor_that_does_not_fit_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):

@@ -174,6 +174,14 @@ def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
+def test_tokens_that_the_ranks_cannot_share_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    ranks = DistributedRanks(Launch(0, 0, 2, True), None, None, timedelta(seconds=1))
+    overrides = ["device=cpu", "losses=[100x16x64,101x16x64]", f"output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="losses: 2 ranks cannot share the tokens of 101x16x64 evenly"):
+        run_benchmark(ranks, load_config(overrides, "bench_parallel"), "")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_page_says_what_was_measured(tmp_path: Path) -> None:
     for ranks in (2, 4):
         write(run(ranks), tmp_path, None)

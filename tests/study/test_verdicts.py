@@ -424,6 +424,20 @@ def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HE
     }
 
 
+def test_a_search_answers_also_where_the_runs_tell_more_losses_apart() -> None:
+    kahan, fp32 = ({"loss_options": {"accumulate": way}} for way in ("kahan", "fp32"))
+    answers = [answer("compiled", 8, 1000), {**answer("cce_kahan", 16, 1100), **kahan}]
+    runs = [
+        run(loss, seed=seed, **more) for loss, more in (("compiled", {}), ("cce_kahan", kahan)) for seed in range(3)
+    ]
+    met = only(verdicts.verdicts(runs, answers), criteria.BATCH, "cce_kahan", "compiled")
+    assert (met.verdict, met.value) == ("met", 2.0)
+    runs += [run("cce_kahan", seed=seed, run_name=f"fp32-{seed}", **fp32) for seed in range(3)]
+    found = verdicts.verdicts(runs, answers)
+    both = [only(found, criteria.BATCH, f"cce_kahan accumulate={way}", "compiled") for way in ("kahan", "fp32")]
+    assert [one.verdict for one in both] == ["met", "open"]
+
+
 def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> None:
     answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
     of_batches = (criteria.BATCH, "cce_kahan", "compiled")

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if values.get("liger"):
             apply_liger(model)
-        ids = torch.randint(model.config.vocab_size, (values.get("batch", 1), values.get("seq", 2048)), device=device)
+        vocab = model.config.get_text_config().vocab_size  # of a model that also reads images: of its text
+        ids = torch.randint(vocab, (values.get("batch", 1), values.get("seq", 2048)), device=device)
         found = profile(model, ids, rounds=values.get("rounds", 5), **options)
     except (TypeError, ValueError, ImportError, IndexError, RuntimeError) as error:
         print(f"error: {_in_words(error)}", file=sys.stderr)

@@ -74,7 +74,9 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         with _in_one_line(f"config: a {type(config).__name__} refuses {', '.join(overrides)}"):
             config = transformers.AutoConfig.for_model(kind, **{**preset, **values})
     if path.is_dir() and any(path.glob("*.safetensors")):
-        return auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True).to(device).train()
+        with _in_one_line(f"model: the weights in {name} cannot be read"):
+            model = auto.from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+        return model.to(device).train()
     with device:  # a GPU draws weights faster
         return auto.from_config(config, dtype=dtype).train()
 

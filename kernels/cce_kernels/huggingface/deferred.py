@@ -99,6 +99,15 @@ class DeferredLogits:
     def __getitem__(self, _: Any) -> Any:
         raise LogitsNeeded("takes a part of its logits")
 
+    def __setitem__(self, *_: Any) -> None:
+        raise LogitsNeeded("changes a part of its logits")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise LogitsNeeded("adds to its logits, or computes something else with them")
+
+    # Python looks these up on the class, not by __getattr__.
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __pow__ = _refuse
+
     def options(self) -> dict[str, Any]:
         """What the model does to its logits, as options of `linear_cross_entropy`, which scales e cᵀ, not the bias."""
         if self.capped:  # o · tanh(k x) = o · tanh((k o) x / o)

@@ -71,7 +71,7 @@ def _is_dtensor(x: Any) -> bool:
     return isinstance(x, DTensor)
 
 
-def _gathered(x: DTensor, mesh: DeviceMesh | None) -> Any:
+def _gathered(name: str, x: DTensor, mesh: DeviceMesh | None) -> Any:
     """x, gathered along the dimensions of its mesh that `mesh` lacks; their ranks' gradients are averaged.
 
     Returns:
@@ -86,7 +86,9 @@ def _gathered(x: DTensor, mesh: DeviceMesh | None) -> Any:
         return x
     names, kept = x.device_mesh.mesh_dim_names or (), () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and not (kept and set(kept) < set(names) and x.device_mesh[kept] == mesh):
-        raise ValueError(f"c: is a DTensor on {x.device_mesh}, e on {mesh}; e's mesh must be c's mesh or a part of it")
+        raise ValueError(
+            f"{name}: is a DTensor on {x.device_mesh}, e on {mesh}; e's mesh must be {name}'s mesh or a part of it"
+        )
     own = [d for d in range(x.device_mesh.ndim) if not kept or names[d] not in kept]
     ranks = 1
     for d in own:
@@ -282,7 +284,7 @@ def plain_heads(c: Any, bias: Any, main_grad_c: Any, **of_rows: Any) -> tuple[An
         if _is_dtensor(x):
             raise ValueError(f"{name}: is a DTensor, e is none; give its to_local(), or a DTensor for e")
     _refuse_buffer(main_grad_c)
-    return _gathered(c, None) if _is_dtensor(c) else c, _gathered(bias, None) if _is_dtensor(bias) else bias
+    return tuple(_gathered(name, x, None) if _is_dtensor(x) else x for name, x in (("c", c), ("bias", bias)))
 
 
 def _checked(
@@ -304,7 +306,7 @@ def _checked(
                 raise ValueError(
                     f"{name}: is no DTensor, e is one; give DTensor.from_local({name}, mesh, [Replicate()])"
                 )
-            x = _gathered(x, e.device_mesh)
+            x = _gathered(name, x, e.device_mesh)
         heads.append(x)
     shift, ignore_index = as_integer("shift", shift), as_integer("ignore_index", ignore_index)
     rows: list[Any] = []

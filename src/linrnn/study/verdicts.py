@@ -383,6 +383,8 @@ def _largest_batches(
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     left_out: list[str] = []
     for answer, name in zip(answers, backend_names(answers), strict=True):
+        if all((answer.get(key) or {}) == (run.summary.get(key) or {}) for key in ("loss", "loss_options")):
+            name = backend  # runs and answers may tell losses apart by other options
         if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
             continue
         if checkpointing_of(answer) != checkpointing_of(run.summary):

@@ -23,6 +23,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, which raises the error of an operation that has failed there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def resolve_device(name: str) -> torch.device:
     """The device of this name. `auto` is the GPU if there is one, else the CPU.
 

@@ -32,6 +32,7 @@ from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.execution.passes import forward_backward
 from linrnn.training.optimizer import clip_gradients
 from linrnn.training.outcome import conclude, explained
+from linrnn.training.runtime import synchronize
 from linrnn.training.step import StepLog, StepRecord
 
 
@@ -105,9 +106,9 @@ class Trainer(BuiltRun):
         A rank that dropped its graph while collectives waited for a lost rank hung on two H200s. So did the thread of
         :mod:`linrnn.distributed.watch`, which had to end it. So a rank waits for its GPU first, without Python's lock.
         """
-        if self._graphed is not None and self.device.type == "cuda":
+        if self._graphed is not None:
             with contextlib.suppress(RuntimeError):  # the device's error has ended the run already
-                torch.cuda.synchronize(self.device)
+                synchronize(self.device)
         self._graphed = None
 
     def _train(self) -> None:
@@ -150,8 +151,7 @@ class Trainer(BuiltRun):
             if counter is not None:
                 self.compiled = counter.report()
                 self.session.console.line(in_words(self.compiled))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         took, since = time.monotonic() - began, seconds_since_start()
         self.seconds_to["first_step"] = since
         self.session.record_first_step(self.seconds_to)

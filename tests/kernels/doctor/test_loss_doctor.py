@@ -393,6 +393,30 @@ def test_a_model_that_fails_gets_one_line(error, message, config, capsys, monkey
     assert capsys.readouterr().err == message
 
 
+def test_weights_that_cannot_be_read_get_one_line(config, capsys):
+    config.with_name("model.safetensors").write_bytes(b"damaged")
+    assert main([f"model={config.parent}", "seq=8", "device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: model: the weights in {config.parent} cannot be read: ")
+    assert error.count("\n") == 1
+
+
+def test_a_model_of_text_and_images_is_measured_with_its_text(tmp_path, capsys):
+    text = {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * SMALL["num_hidden_layers"]}
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": vision, "mm_tokens_per_image": 4})
+    )
+    assert main([f"model={tmp_path}", "batch=2", "seq=8", "rounds=1", "device=cpu"]) == 0, capsys.readouterr().err
+    assert f"x {SMALL['vocab_size']} entries" in capsys.readouterr().out
+
+
 PARAMETERS = {
     "llama_1b": 1_235_814_400,
     "llama_8b": 8_030_261_248,

@@ -562,6 +562,9 @@ def build_t5():
         (lambda: build_hf("Llama").model, r"LlamaModel is not supported: it has no head; give .*ForCausalLM"),
         (lambda: Squared(build_hf("Llama").config), r"Squared is not supported: its forward uses .square of"),
         (lambda: Halved(build_hf("Llama").config), r"Halved is not supported: its forward takes a part of"),
+        (lambda: Masked(build_hf("Llama").config), r"Masked is not supported: its forward changes a part of its"),
+        (lambda: Added(build_hf("Llama").config), r"Added is not supported: its forward adds to its logits"),
+        (lambda: Inverse(build_hf("Llama").config), r"Inverse is not supported: its forward adds to its logits, or"),
         (lambda: Super(build_hf("Llama").config), r"Super is not supported: its forward calls super\(\)"),
         (lambda: NoLoss(build_hf("Llama").config), r"NoLoss is not supported: its forward computes no loss from"),
         (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
@@ -594,6 +597,25 @@ class Halved(transformers.LlamaForCausalLM):
     def forward(self, input_ids=None, labels=None, **call):
         logits = self.lm_head(self.model(input_ids, **call)[0])[..., :48]
         return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, 48), logits)
+
+
+class Masked(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = self.lm_head(self.model(input_ids, **call)[0])
+        logits[..., 3] = -1e9
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
+
+
+class Added(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = 1 + self.lm_head(self.model(input_ids, **call)[0])
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
+
+
+class Inverse(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = 2 / self.lm_head(self.model(input_ids, **call)[0])
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
 
 
 class Super(transformers.LlamaForCausalLM):

@@ -237,12 +237,13 @@ def unsharded_head() -> None:
 def refused() -> None:
     of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     spread = {name: distribute_tensor(x, mesh["tp"], [R]) for name, x in of.items()}
-    over_dp = distribute_tensor(of["c"], mesh["dp"], [R])
+    over_dp, bias_over_dp = (distribute_tensor(of[name], mesh["dp"], [R]) for name in ("c", "bias"))
     right = {"e": spread["e"], "c": spread["c"], "targets": of["targets"]}
     for wrong, message in (
         ({"c": of["c"]}, r"c: is no DTensor, e is one; give DTensor.from_local\(c, mesh, \[Replicate\(\)\]\)"),
         ({"bias": of["bias"]}, "bias: is no DTensor, e is one"),
         ({"c": over_dp}, "c: is a DTensor on .*, e on .*; e's mesh must be c's mesh or a part of it"),
+        ({"bias": bias_over_dp}, "bias: is a DTensor on .*, e on .*; e's mesh must be bias's mesh or a part of it"),
         ({"e": of["e"], "targets": spread["targets"]}, "targets: is a DTensor, e is none; give its to_local"),
         ({"targets": of["targets"][:2]}, r"targets: must be \(4, 8\) like e without D, got \(2, 8\)"),
         ({"main_grad_c": torch.zeros(V, D)}, "main_grad_c: cannot be given with DTensors"),

@@ -178,6 +178,8 @@ def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Soluti
     weight = problem.weight_VD.to(dtype)
     grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
     n = problem.n_counted
+    if not n:
+        raise ConfigError("every label of this shape is ignored", "use more tokens, another seed, or other logits=…")
     blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
     for leaf, labels in blocks:
         hidden = leaf.to(dtype)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from linrnn.bench.loss import timing as timing
+from linrnn.bench.loss import timing
 from linrnn.bench.loss.problems import Problem, Solution, bytes_of_truth, fp32_logits_of, relative_error, truth_of
 from linrnn.bench.loss.report import table, write_report
 from linrnn.bench.loss.rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
@@ -279,17 +279,17 @@ class Bench:
             for index in range(self.config.rounds):
                 turn = index % len(problems)
                 problem = problems[turn]
-                jobs = [self._job(one_ms, product[turn])]
+                jobs: list[tuple[Entry | None, Callable[[], None]]] = [(None, self._job(one_ms, product[turn]))]
                 if three_products:
-                    jobs.append(self._job(three_ms, three_products[turn]))
+                    jobs.append((None, self._job(three_ms, three_products[turn])))
                 for entry in self.entries:
-                    jobs.append(self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem)))
-                    jobs.append(partial(self._time_step, entry, problem))
+                    jobs.append((entry, self._job(entry.forward_ms, partial(timing.evaluate, entry.loss, problem))))
+                    jobs.append((entry, partial(self._time_step, entry, problem)))
                     if graphs[id(entry)]:
-                        jobs.append(self._job(entry.graph_ms, graphs[id(entry)][turn].replay))
+                        jobs.append((entry, self._job(entry.graph_ms, graphs[id(entry)][turn].replay)))
                 shuffle(jobs)
-                for job in jobs:
-                    job()
+                for owner, job in jobs:
+                    self._try(owner, job)
                     problem.clear_gradients()
                     collect_after(1)
                 if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
@@ -298,6 +298,19 @@ class Bench:
                     self._record(floor, np.array(one_ms), np.array(three_ms), clocks)
                     left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
                     self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+
+    def _try(self, owner: Entry | None, job: Callable[[], None]) -> None:
+        """Run a job. If it fails, its entry takes part in no later job, and its row says why."""
+        if owner is not None and all(entry is not owner for entry in self.entries):
+            return
+        try:
+            job()
+        except Exception as error:
+            if owner is None:
+                raise
+            owner.row.status, owner.row.reason = status_and_reason(error)
+            self.entries = [entry for entry in self.entries if entry is not owner]
+            self.say(f"  {owner.row.label}: {owner.row.reason}")
 
     def _record(self, floor: Row, one_ms: np.ndarray, three_ms: np.ndarray, clocks: list[dict[str, Any]]) -> None:
         """Write the rounds so far into all rows, and the rows to their file."""

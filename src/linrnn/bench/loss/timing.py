@@ -13,6 +13,7 @@ import torch
 
 from linrnn.bench.loss.problems import Problem, relative_error
 from linrnn.losses import LossBackend
+from linrnn.training.runtime import synchronize
 
 PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
 ALIGNED = 64  # entries of the vocabulary
@@ -78,11 +79,6 @@ def three_products(problem: Problem) -> Callable[[], None]:
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_ms(action: Callable[[], object], device: torch.device) -> float:
     """How long `action` takes. The device is idle before and after."""
     return _times_ms([action], device)[0]

@@ -267,6 +267,11 @@ def run_benchmark(ranks: Ranks, config: BenchParallelConfig, command: str) -> li
             f"strong: {ranks.world_size} ranks cannot share batch_size={config.batch_size} evenly",
             f"use a multiple of {ranks.world_size}, or strong=[]",
         )
+    if uneven := [name for name in config.losses if parse_shape(name).n % ranks.world_size]:
+        raise ConfigError(
+            f"losses: {ranks.world_size} ranks cannot share the tokens of {', '.join(uneven)} evenly",
+            f"use shapes NxDxV with a multiple of {ranks.world_size} for N",
+        )
     if config.cuda_graph and "ddp" in (*config.weak, *config.strong):
         raise ConfigError(
             "cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "use weak=[fsdp,vocab] strong=[fsdp]"

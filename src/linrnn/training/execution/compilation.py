@@ -20,7 +20,7 @@ from linrnn.models import tuning
 from linrnn.models.facts import facts_of
 from linrnn.profiling import watched_loss
 from linrnn.training.build import BuiltRun
-from linrnn.training.runtime import loss_inputs
+from linrnn.training.runtime import loss_inputs, synchronize
 
 
 def compile_kernels(run: BuiltRun) -> None:
@@ -72,11 +72,11 @@ def compile_kernels_of(
     try:
         with tuning.compile_ahead(threads):
             rehearsal()
-            _wait(device)
+            synchronize(device)
     except Exception as error:
         if isinstance(error, LinrnnError) or ran_out_of_memory(error):
             raise
-        _wait(device)
+        synchronize(device)
         say(f"the step compiles its kernels one by one: compiling ahead failed ({described(error)})")
     else:
         return True
@@ -84,12 +84,6 @@ def compile_kernels_of(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return False
-
-
-def _wait(device: torch.device) -> None:
-    """Wait for the GPU, which raises the error of an operation that has failed there."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def rehearse_step(run: BuiltRun) -> None:
