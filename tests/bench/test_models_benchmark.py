@@ -125,6 +125,25 @@ def test_a_loss_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatc
     assert (ours.status, ours.reason, ours.rounds) == ("out_of_memory", "OutOfMemoryError: no memory", 0)
 
 
+@pytest.mark.parametrize("breaks", ["standard", "cce_kahan"])
+def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    turn = run.Bench._turn
+
+    def fails(bench: run.Bench, row: Row) -> None:
+        if row.loss == breaks and row.rounds_ms:
+            raise torch.OutOfMemoryError("no memory")
+        turn(bench, row)
+
+    monkeypatch.setattr(run.Bench, "_turn", fails)
+    rows = measured(tmp_path, "losses=[cce_kahan]", models=f'["{LLAMA}"]')
+    assert {row.loss: (row.status, row.rounds) for row in rows} == {
+        loss: ("out_of_memory", 0) if loss == breaks else ("ok", 3) for loss in ("standard", "cce_kahan")
+    }
+    assert {row.ratio for row in rows if row.status == "ok"} == ({1.0} if breaks == "cce_kahan" else {None})
+
+
 def test_each_loss_is_put_in_and_taken_out() -> None:
     name, overrides, _, _ = run.parse_model(LLAMA)
     model = build_published(name, overrides, torch.float32, torch.device("cpu"))

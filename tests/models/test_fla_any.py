@@ -196,7 +196,7 @@ def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
     transformer = load_config(["model=transformer"])
     arch = resolve(transformer.model, transformer.size, 512)
     hybrid = architecture("delta_net", "model.attention_every=1")
-    assert (hybrid.attention_layers, hybrid.attention_heads) == (2, 4)
+    assert hybrid.attention_windows == (None, None)
 
     def scan(one: object, tokens: int) -> int:
         flops = forward_flops(one, 1, tokens)
@@ -209,6 +209,18 @@ def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
     windowed = architecture("delta_net", "model.attention_every=1", "model.attention_window=10")
     pairs = sum(min(t + 1, 10) for t in range(256))
     assert scan(windowed, 256) == 2 * pairs * 4 * 128
+    near, far = "{layers:[0],num_heads:4,window_size:10}", "{layers:[1],num_heads:4}"
+    mixed = [
+        architecture("delta_net", f"model.options.attn=[{one},{other}]") for one, other in ((near, far), (far, near))
+    ]
+    assert [2 * scan(one, 256) for one in mixed] == 2 * [scan(hybrid, 256) + scan(windowed, 256)]
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
+@pytest.mark.parametrize("value", ["-1", "0", "abc", "true", "2.5"])
+def test_a_size_that_is_no_positive_whole_number_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model.options.{key}=.* is no whole number of 1 or more"):
+        architecture("delta_net", f"model.options.{key}={value}", "model.attention_every=2")
 
 
 def test_a_window_hides_earlier_keys() -> None:
@@ -363,6 +375,14 @@ def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(
         trainer.fit()
     assert "another model" in error.value.remedy
     assert json.loads((trainer.directory.path / "summary.json").read_text())["status"] == "unsupported"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel runs on a GPU")
+def test_an_option_that_needs_a_kernel_is_refused_on_a_cpu_with_that_reason(small: Small) -> None:
+    trainer = Trainer(load_config(small("model=fla", "model.config=gla", "model.options.fuse_norm=false")))
+    with pytest.raises(UnsupportedError, match="needs a Triton kernel, and there is no GPU here") as error:
+        trainer.fit()
+    assert "run it on a GPU, or leave the model.options out" in error.value.remedy
 
 
 # ------------------------------------------------------------------------------------------------- a model in one file

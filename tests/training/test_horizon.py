@@ -117,7 +117,7 @@ def test_a_sweep_over_max_steps_has_a_directory_for_every_point(small: Small) ->
     [
         (["schedule.steps=100"], "trainer.max_steps", "leave schedule.steps=null"),
         (["run_name=run"], "optimizer.lr", "leave run_name out"),
-        ([], "trainer.log_every", "trainer.log_every is no part of a name"),
+        ([], "trainer.log_every", "names do not tell these values of trainer.log_every apart"),
     ],
 )
 def test_points_that_would_share_a_directory_are_refused_by_name(

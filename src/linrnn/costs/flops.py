@@ -74,13 +74,12 @@ def scan_of_fla(arch: FlaArchitecture, seq_len: int, *, usual: bool) -> int | No
     native = arch.num_layers - arch.attention_layers
     if own is not None and arch.head_k_dim:
         of_token = arch.num_heads * (own.usual if usual else own.definition)(arch, seq_len)
-    if (native and of_token is None) or (arch.attention_layers and not arch.attention_heads):
+    if native and of_token is None:
         return None
-    of_recurrence = native * seq_len * (of_token or 0)
-    window = min(arch.attention_window or seq_len, seq_len)
-    pairs = window * seq_len if usual else window * seq_len - window * (window - 1) // 2
+    windows = [min(window or seq_len, seq_len) for window in arch.attention_windows]
+    pairs = sum(window * seq_len if usual else window * seq_len - window * (window - 1) // 2 for window in windows)
     # Queries times keys and scores times values: 2 products of `hidden_size` elements a pair, over all heads.
-    return of_recurrence + arch.attention_layers * pairs * 4 * arch.hidden_size
+    return native * seq_len * (of_token or 0) + pairs * 4 * arch.hidden_size
 
 
 def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:

@@ -188,7 +188,8 @@ def check_parallel(config: Config, ranks: int) -> None:
 def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
     there, here = (dict(leaves(dataclasses.asdict(one))) for one in (first.config, config))
     keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
-    remedy = f"{', '.join(keys)} is no part of a name: leave it out of the sweep, or give each value its own group"
+    told = f"names do not tell these values of {', '.join(keys)} apart"
+    remedy = f"{told}: leave it out of the sweep, or give each value its own group"
     if first.config.run_name:
         remedy = "leave run_name out, so that each point is named after what it varies"
     elif "trainer.max_steps" in keys or "trainer.max_tokens" in keys:

@@ -53,18 +53,19 @@ class FlaArchitecture(Architecture):
         settings: JSON of the arguments of FLA's configuration.
         counts: its parameters.
         recurrence_flops: of one token in one layer, from the facts' `recurrence`; None: the facts have none.
-        attention_layers: layers that are softmax attention instead of the model's own mixer.
-        attention_heads: heads of these layers.
-        attention_window: the latest tokens that these layers see; None: all.
+        attention_windows: for each layer that is softmax attention instead of the model's own mixer, the latest
+            tokens that it sees; None: all.
     """
 
     fla: str
     settings: str
     counts: Counts
     recurrence_flops: int | None
-    attention_layers: int
-    attention_heads: int
-    attention_window: int | None
+    attention_windows: tuple[int | None, ...]
+
+    @property
+    def attention_layers(self) -> int:
+        return len(self.attention_windows)
 
     @property
     def kind(self) -> str:
@@ -128,6 +129,12 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
         settings |= {key: value for key, value in by_heads.items() if key in allowed}
     settings |= {"use_l2warp": False} if "use_l2warp" in allowed else {}
     settings |= model.options
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if type(settings[key]) is not int or settings[key] < 1:
+            raise ConfigError(
+                f"model.options.{key}={settings[key]} is no whole number of 1 or more",
+                f"use model.options.{key}=1 or more",
+            )
     if settings["vocab_size"] < vocab_size:
         raise ConfigError(
             f"model.options.vocab_size={settings['vocab_size']} is smaller than the vocabulary of {vocab_size}",
@@ -218,9 +225,7 @@ def _built(name: str, settings: str, size: str) -> FlaArchitecture:
         settings=settings,
         counts=counts,
         recurrence_flops=facts_of(name).recurrence(config),
-        attention_layers=sum(len(spec["layers"]) for spec in specs),
-        attention_heads=specs[0]["num_heads"] if specs else 0,
-        attention_window=specs[0].get("window_size") if specs else None,
+        attention_windows=tuple(spec.get("window_size") for spec in specs for _ in spec["layers"]),
     )
 
 

@@ -121,6 +121,11 @@ def explain_refusal(error: BaseException, model: ModelConfig) -> UnsupportedErro
     if isinstance(model, FlaModelConfig) and refused and _comes_from_fla(error):
         lines = str(error).strip().splitlines() or [kind]
         reason = lines[-1] if kind == "CompilationError" else lines[0]  # the compiler quotes the source first
+        if "active drivers" in reason:  # Triton's words for a machine without a GPU
+            return UnsupportedError(
+                f"model.config={model.config}: with these options FLA needs a Triton kernel, and there is no GPU here",
+                "run it on a GPU, or leave the model.options out that ask for this kernel",
+            )
         return UnsupportedError(
             f"model.config={model.config}: FLA cannot train it here ({reason})",
             "install what the reason names, set FLA's fields with model.options.KEY=VALUE, or use another model",

@@ -121,7 +121,7 @@ class Bench:
         self.model: Any = build_published(name, overrides, _DTYPES[config.dtype], device)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.ids = torch.randint(self.model.config.vocab_size, (batch, seq), device=device)
+        self.ids = torch.randint(self.model.config.get_text_config().vocab_size, (batch, seq), device=device)
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=fused)
 
@@ -131,19 +131,22 @@ class Bench:
         self._attempt(rows, losses, self._compare)
         self._attempt(rows, losses, self._warm_up)
         running = [text for text, row in rows.items() if row.status == "ok"]
-        times: dict[str, list[float]] = {text: [] for text in running}
         shuffle = random.Random(self.config.seed).shuffle
         with collected_at_known_points():
             for _ in range(self.config.rounds):
                 order = list(running)
                 shuffle(order)
                 for text in order:
-                    with model_loss(self.model, losses[text], self.device):
-                        times[text].append(timing.time_ms(self.step, self.device))
+                    self._attempt({text: rows[text]}, losses, self._turn)
                     collect_after(1)
-        for text in running:
-            _record_times(rows[text], np.array(times[text]), times.get(OWN), self.config.seed)
+        ran = {text: row for text, row in rows.items() if row.status == "ok"}
+        for row in ran.values():
+            _record_times(row, ran.get(OWN), self.config.seed)
         return list(rows.values())
+
+    def _turn(self, row: Row) -> None:
+        """A loss's part of a round: one step."""
+        row.rounds_ms.append(timing.time_ms(self.step, self.device))
 
     def step(self) -> None:
         """Forward, backward and optimizer."""
@@ -214,10 +217,10 @@ class Bench:
         return total / len(labels)
 
 
-def _record_times(row: Row, ms: np.ndarray, own_ms: list[float] | None, seed: int) -> None:
-    row.rounds, row.rounds_ms = len(ms), ms.tolist()
+def _record_times(row: Row, own: Row | None, seed: int) -> None:
+    ms, row.rounds = np.array(row.rounds_ms), len(row.rounds_ms)
     row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
-    if own_ms is not None:
-        ratios = ms / np.array(own_ms)
+    if own is not None:
+        ratios = ms / np.array(own.rounds_ms)
         row.ratio = float(np.median(ratios))
         row.ratio_low, row.ratio_high = interval_of_median(ratios, seed)
