@@ -120,6 +120,18 @@ def test_weights_of_another_model_are_refused_before_a_model_is_built(
     assert error.value.remedy == "use model=gla, or another init_from"
 
 
+def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small: Small, tmp_path: Path) -> None:
+    first = fitted(small("model=fla", "model.config=delta_net", "model.attention_every=2"))
+    with pytest.raises(ConfigError, match="it is a delta_net and this run has model=gla") as error:
+        Trainer(load_config(small(f"init_from={first.directory.path}", "model=gla", "group=other")))
+    assert error.value.remedy == "use model=fla model.config=delta_net, or another init_from"
+    hybrid = fitted(small("model=fla", "model.config=gla", "model.attention_every=2"))
+    export(load_trained(str(hybrid.directory.path), torch.device("cpu")), tmp_path / "out")
+    with pytest.raises(ConfigError, match="it is a hybrid with attention layers, and model=gla has none") as error:
+        Trainer(load_config(small(f"init_from={tmp_path}/out", "model=gla", "group=other")))
+    assert f"use model=fla model.config={tmp_path}/out" in error.value.remedy
+
+
 def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(
     small: Small, run: str, tmp_path: Path
 ) -> None:

@@ -101,10 +101,10 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
     Raises:
         ConfigError: model or dimensions differ. The remedy names the overrides that make them equal.
     """
+    if there.kind != here.kind:
+        raise _other_model(source, there.kind, here, fla=isinstance(there, FlaArchitecture))
     if isinstance(there, FlaArchitecture) or isinstance(here, FlaArchitecture):
         return
-    if there.model != here.model:
-        raise _other_model(source, there.model, here)
     if there.shared_projection_rank != here.shared_projection_rank:
         return
     if overrides := _overrides(there, here):
@@ -113,10 +113,10 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
         )
 
 
-def _other_model(source: str, kind: str, arch: Architecture) -> ConfigError:
+def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:
     return ConfigError(
         f"init_from={source}: it is a {kind} and this run has model={arch.model}",
-        f"use model={kind}, or another init_from",
+        f"use {f'model=fla model.config={kind}' if fla else f'model={kind}'}, or another init_from",
     )
 
 
@@ -169,6 +169,11 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
             f"init_from={source}: FLA's format has no shared projections, and this run has "
             f"model.shared_projection_rank={arch.shared_projection_rank}",
             "use model.shared_projection_rank=null, or init_from= a run of this rank",
+        )
+    if getattr(theirs, "attn", None):
+        raise ConfigError(
+            f"init_from={source}: it is a hybrid with attention layers, and model={arch.model} has none",
+            f"use model=fla model.config={source}, whose config.json has all fields",
         )
     check_dimensions(source, _as_architecture(theirs, arch), arch)
     for name in inspect.signature(config_class).parameters.keys() - NOT_COMPARED:
