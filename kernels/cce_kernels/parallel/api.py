@@ -141,13 +141,13 @@ def vocabulary_parallel_linear_cross_entropy(
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
-    check_tensor("e", e)
     options_of_call = {"returned": (return_lse, return_metrics, return_stats), "rows": rows, "reduction": reduction}
 
     def check() -> tuple[Options, Tensor, int, Tensor | None]:
         o = make_options(preset, options)
         check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
         _check_place(shards, rows, group)
+        check_tensor("e", e)
         check_tensor("c", c)
         rank = dist.get_rank(group)
         if c.dim() == 2 and c.shape[0] != shards[rank]:  # before targets, which are checked against all shards
@@ -171,12 +171,14 @@ def vocabulary_parallel_linear_cross_entropy(
 
         name, agrees = constant_name_of(group), False
     else:
-        capturing = e.is_cuda and torch.cuda.is_current_stream_capturing()
+        # A rank whose e is no tensor tells the others so, from the device of another argument.
+        device = next((x.device for x in (e, c, targets) if isinstance(x, Tensor)), torch.device("cpu"))
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         name, agrees = name_of(group), not agreed and not capturing and dist.get_world_size(group) > 1
     if not agrees:
         o, targets, ignore_index, weights = check()
     else:
-        o, targets, ignore_index, weights = agree(check, describe, group, e.device)
+        o, targets, ignore_index, weights = agree(check, describe, group, device)
     if shift:
         targets = shifted(targets, shift, ignore_index)
     shape, flat = targets.shape, targets.reshape(-1)

@@ -25,6 +25,7 @@ EXPECTED = {
     "right": "ok",
     "empty": "ValueError targets: must not be empty; give at least one row, whose target may be ignore_index "
     "(on rank 1 of 2)",
+    "no tensor": "ValueError e: must be a tensor, got list (on rank 1 of 2)",
     "other rows": f"ValueError {DIFFER}",
     "other options": f"ValueError {DIFFER}",
     "weights on one rank": f"ValueError {DIFFER}",
@@ -56,7 +57,7 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     )  # fmt: skip
     group = dist.new_group([0, 1])
 
-    def report(name, e=None, rows="own", scale=1.0, **options):
+    def report(name, e=None, rows="own", scale=1.0, given=None, **options):
         torch.manual_seed(0)
         e = torch.randn(6, 8, device=device) if e is None else e.to(device)
         e.requires_grad_()
@@ -64,7 +65,7 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
         targets = torch.arange(len(e), device=device) + 3
         try:
             loss = vocabulary_parallel_linear_cross_entropy(
-                e, c, targets, **{"shards": [5, 5], "rows": rows, "group": group} | options
+                given or e, c, targets, **{"shards": [5, 5], "rows": rows, "group": group} | options
             )
             (loss * scale).sum().backward()
             print(name, "ok, NaN" if e.grad.isnan().all() and c.grad.isnan().all() else "ok", flush=True)
@@ -75,6 +76,7 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     first = rank == 0
     report("right")
     report("empty", e=torch.randn(6 if first else 0, 8))
+    report("no tensor", given=None if first else [1.0])
     report("other rows", e=torch.randn(6 if first else 4, 8))
     report("other options", softcap=20.0 if first else 30.0)
     weights = torch.ones(6, device=device)
