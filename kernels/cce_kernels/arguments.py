@@ -130,7 +130,7 @@ def check_inputs(
     rest = (type(ignore_index), reduction, type(shift), shift)
     try:
         like = (*[None if x is None else _metadata(x) for x in tensors], *rest)
-        passed = like in _PASSED
+        passed = like in _PASSED and -(2**63) <= ignore_index < 2**63  # _PASSED holds calls with an int alone
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or a nested one; the checks say what is wrong
         return _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
     if passed:

@@ -397,6 +397,7 @@ REFUSED = {
     "targets": {"targets": T[:5]},
     "targets: must be integers": {"targets": T.float()},
     "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
+    "ignore_index: must fit 64 bits": {"ignore_index": 2**70},
     "bias": {"bias": torch.zeros(10)},
     "token_weights: must be bfloat16": {"token_weights": torch.ones(6, dtype=torch.int64)},
     "token_weights: must be (6,) like targets".replace("(", r"\(").replace(")", r"\)"): {
