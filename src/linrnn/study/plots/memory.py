@@ -56,7 +56,7 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     axes.set_ylim(place - 0.4, -1.1)
     drawn = [run for _, run in entries]
     gpus = sorted({gpu["name"] for run in drawn for gpu in run.environment.get("gpus", [])})
-    commits = sorted({(run.environment.get("git") or {}).get("commit", "unknown")[:7] for run in drawn})
+    commits = sorted({((run.environment.get("git") or {}).get("commit") or "unknown")[:7] for run in drawn})
     batches = sorted({f"{batch} x {run.summary['seq_len']:,} tokens" for (*_, batch), run in entries})
     note = "; ".join([*gpus, *batches, f"commit {', '.join(commits)}", "n = 1 a bar"])
     close_bars(figure, axes, bars, "Where the memory of a training step goes", "GiB while the loss layer runs", note)
