@@ -103,10 +103,11 @@ class DeferredLogits:
         raise LogitsNeeded("changes a part of its logits")
 
     def _refuse(self, *_: Any) -> Any:
-        raise LogitsNeeded("adds to its logits, or computes something else with them")
+        raise LogitsNeeded("adds to its logits, compares them, or computes something else with them")
 
     # Python looks these up on the class, not by __getattr__.
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __pow__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __abs__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     def options(self) -> dict[str, Any]:
         """What the model does to its logits, as options of `linear_cross_entropy`, which scales e cᵀ, not the bias."""

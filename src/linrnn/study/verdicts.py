@@ -383,8 +383,6 @@ def _largest_batches(
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     left_out: list[str] = []
     for answer, name in zip(answers, backend_names(answers), strict=True):
-        if all((answer.get(key) or {}) == (run.summary.get(key) or {}) for key in ("loss", "loss_options")):
-            name = backend  # runs and answers may tell losses apart by other options
         if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
             continue
         if checkpointing_of(answer) != checkpointing_of(run.summary):
@@ -395,7 +393,9 @@ def _largest_batches(
             left_out = differing
             continue
         key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer.get("training")))
-        found[key][name] = answer
+        # Names tell losses apart by the options that differ among the runs, or among the answers: not always the same.
+        same_loss = all((answer.get(k) or {}) == (run.summary.get(k) or {}) for k in ("loss", "loss_options"))
+        found[key][backend if same_loss else name] = answer
     pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
     reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""
     if not pairs:

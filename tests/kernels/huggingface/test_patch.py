@@ -564,7 +564,8 @@ def build_t5():
         (lambda: Halved(build_hf("Llama").config), r"Halved is not supported: its forward takes a part of"),
         (lambda: Masked(build_hf("Llama").config), r"Masked is not supported: its forward changes a part of its"),
         (lambda: Added(build_hf("Llama").config), r"Added is not supported: its forward adds to its logits"),
-        (lambda: Inverse(build_hf("Llama").config), r"Inverse is not supported: its forward adds to its logits, or"),
+        (lambda: Inverse(build_hf("Llama").config), r"Inverse is not supported: its forward adds to its logits, comp"),
+        (lambda: Compared(build_hf("Llama").config), r"Compared is not supported: its forward adds to its logits, c"),
         (lambda: Super(build_hf("Llama").config), r"Super is not supported: its forward calls super\(\)"),
         (lambda: NoLoss(build_hf("Llama").config), r"NoLoss is not supported: its forward computes no loss from"),
         (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
@@ -609,6 +610,13 @@ class Masked(transformers.LlamaForCausalLM):
 class Added(transformers.LlamaForCausalLM):
     def forward(self, input_ids=None, labels=None, **call):
         logits = 1 + self.lm_head(self.model(input_ids, **call)[0])
+        return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
+
+
+class Compared(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        logits = self.lm_head(self.model(input_ids, **call)[0])
+        logits = logits * (logits > 0)
         return transformers.modeling_outputs.CausalLMOutputWithPast(self.loss_function(logits, labels, VOCAB), logits)
 
 

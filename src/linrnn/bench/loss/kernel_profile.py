@@ -25,6 +25,7 @@ from linrnn.core.files import write_text
 from linrnn.core.tables import Table
 from linrnn.losses import build_loss
 from linrnn.runs.environment import commit_in_words
+from linrnn.training.runtime import synchronize
 
 STEPS = 10  # of each loss, profiled and timed
 WARMUP = 3
@@ -82,7 +83,7 @@ def _kernels(loss: Any, problem: Any, device: torch.device) -> list[tuple[str, f
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         for _ in range(STEPS):
             timing.step(loss, problem)
-        timing.synchronize(device)
+        synchronize(device)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
         (event.key, event.count / STEPS, (event.self_device_time_total if on_gpu else event.self_cpu_time_total))

@@ -45,7 +45,7 @@ from linrnn.losses import LossBackend, build_loss
 from linrnn.runs.environment import gpu_state
 from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
-from linrnn.training.runtime import resolve_device
+from linrnn.training.runtime import resolve_device, synchronize
 
 _MIB = 2**20
 _ROTATING_PROBLEMS = 4  # sets of inputs, used where one set would stay in the L2 cache
@@ -364,7 +364,7 @@ def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solutio
     for call in range(warmup):
         timing.step(loss, problem)
         timing.evaluate(loss, problem)
-        timing.synchronize(problem.device)
+        synchronize(problem.device)
         row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
     first = Solution(timing.step(loss, problem).item(), *problem.gradients())
     _compare(row, first, truth)

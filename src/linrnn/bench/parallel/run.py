@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from linrnn import costs
 from linrnn.bench.loss.problems import Problem, make_problem, parse_shape, relative_error
-from linrnn.bench.loss.timing import peak_bytes, step, synchronize, time_ms
+from linrnn.bench.loss.timing import peak_bytes, step, time_ms
 from linrnn.bench.parallel.report import write_pages
 from linrnn.bench.parallel.rows import (
     SHARDED,
@@ -44,7 +44,14 @@ from linrnn.models import build_model
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.environment import describe_environment
 from linrnn.training.optimizer import build_optimizer
-from linrnn.training.runtime import compute_dtype, device_name, parameter_dtype, resolve_device, resolve_precision
+from linrnn.training.runtime import (
+    compute_dtype,
+    device_name,
+    parameter_dtype,
+    resolve_device,
+    resolve_precision,
+    synchronize,
+)
 
 MIB = 2**20
 FP32 = 4

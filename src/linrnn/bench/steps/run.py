@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from linrnn.bench.loss.sets import parse_loss
-from linrnn.bench.loss.timing import synchronize
 from linrnn.bench.records import append_rows, begin_run, results_directory, status_and_reason
 from linrnn.bench.steps.lines import parse_line
 from linrnn.bench.steps.rows import AGAIN, BASELINE, Row, ratio_of
@@ -50,6 +49,7 @@ from linrnn.training.runtime import (
     prepare_process,
     resolve_device,
     resolve_precision,
+    synchronize,
 )
 
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.

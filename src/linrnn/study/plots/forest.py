@@ -304,15 +304,25 @@ def _names(names: Sequence[str]) -> list[str]:
 
 def point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
     """A verdict's value on the line `place`, with its interval and its figures; hollow if it is undecided."""
-    value = verdict.value or 0.0
-    if verdict.low is not None and verdict.high is not None and verdict.low < verdict.high:
-        axes.plot([verdict.low, verdict.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
-    filling = "white" if verdict.verdict == UNDECIDED else look.colour
-    axes.plot(value, place, **{**look.point, "markerfacecolor": filling, "markersize": 6.5})
+    bare_point(axes, verdict, place, look)
     form, low, high = verdict.criterion.form, verdict.low, verdict.high
     interval = "" if low is None or high is None else f" ({low:{form}} to {high:{form}})"
-    words = f"{value:{form}}{interval if verdict.criterion.by_chance else ''}"
+    words = f"{verdict.value or 0.0:{form}}{interval if verdict.criterion.by_chance else ''}"
     axes.text(1.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=GREY)
+
+
+def bare_point(axes: Any, verdict: Verdict, place: float, look: Any, size: float = 6.5, width: float = 1.6) -> None:
+    """:func:`point` without figures.
+
+    Args:
+        size: of the marker, in points.
+        width: of the interval's line, in points.
+    """
+    if verdict.low is not None and verdict.high is not None and verdict.low < verdict.high:
+        ends = [verdict.low, verdict.high]
+        axes.plot(ends, [place] * 2, color=look.colour, linewidth=width, solid_capstyle="butt")
+    filling = "white" if verdict.verdict == UNDECIDED else look.colour
+    axes.plot(verdict.value or 0.0, place, **{**look.point, "markerfacecolor": filling, "markersize": size})
 
 
 def marker_of(look: Any) -> Any:

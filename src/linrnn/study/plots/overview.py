@@ -10,6 +10,7 @@ from linrnn.study.plots.forest import (
     COMPARED,
     LIGER,
     Row,
+    bare_point,
     difference_axis,
     draw_target,
     marker_of,
@@ -28,6 +29,7 @@ NOTE = (
     "Of the filters, the two points above +0.2 nats drop small entries; the others of cce_filter sample them."
 )
 COUNTED = {BASELINES[0]: "against compiled", BASELINES[1]: "against eager", LIGER: "against compiled"}
+SMALL = {"size": 5.0, "width": 1.0}  # of a point and its interval, in points
 STRIP, GAP = 0.2, 0.42  # inches: a row of points, and the room between two strips
 
 
@@ -68,7 +70,7 @@ def _ratios(axes: Any, rows: Sequence[Row], handles: dict[str, Any]) -> None:
         own = [row.verdict for row in rows if slot_of(row) == slot]
         look = found[CONTROL if slot == AGAIN else slot]
         for number, verdict in enumerate(own):
-            _point(axes, verdict, place + 0.6 * ((number + 0.5) / len(own) - 0.5), look)
+            bare_point(axes, verdict, place + 0.6 * ((number + 0.5) / len(own) - 0.5), look, **SMALL)
         handles.setdefault(COMPARED[slot], marker_of(look))
         if slot != AGAIN:
             _count(axes, place, f"{COUNTED[slot]}: {_answers(own)}")
@@ -82,19 +84,12 @@ def _differences(axes: Any, rows: Sequence[Row], handles: dict[str, Any]) -> Non
     found = looks(loss_of(row.verdict.backend) for row in rows)
     for place, row in enumerate(rows):
         loss = loss_of(row.verdict.backend)
-        _point(axes, row.verdict, place, found[loss])
+        bare_point(axes, row.verdict, place, found[loss], **SMALL)
         handles.setdefault(f"{loss} ({LOSSES[loss][2]})" if LOSSES[loss][2] else loss, marker_of(found[loss]))
     own = [row.verdict for row in rows if row.verdict.backend != CONTROL]
     _count(axes, (len(rows) - 1) / 2, _answers(own))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     difference_axis(axes, rows)
-
-
-def _point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
-    if verdict.low is not None and verdict.high is not None and verdict.low < verdict.high:
-        axes.plot([verdict.low, verdict.high], [place] * 2, color=look.colour, linewidth=1, solid_capstyle="butt")
-    filling = "white" if verdict.verdict == UNDECIDED else look.colour
-    axes.plot(verdict.value, place, **{**look.point, "markerfacecolor": filling, "markersize": 5})
 
 
 def _count(axes: Any, place: float, words: str) -> None:
