@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-INSTALL := $(RUN) -m pip install --quiet --no-compile --editable
+INSTALL := $(RUN) -m pip install --quiet --no-compile --editable ./kernels --editable
 # As pip would, but on every core and without the packages' own tests. A few hold files of other Pythons, which fail.
 COMPILE := $(RUN) -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 ARGS ?=
 
-.PHONY: help train test test-gpu check docs format doctor clean
+.PHONY: help train test test-gpu coverage check docs format doctor clean
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -21,10 +21,14 @@ test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at
 test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-check: $(VENV)/check  ## lint, format and types
+coverage: $(VENV)/test ## the tests that need no GPU, with the share of branches that they reach
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered $(ARGS)
+
+check: $(VENV)/check  ## lint, format, types and the workflow of GitHub Actions
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs: $(VENV)/docs   ## build the documentation into site/; a dead link fails (to read it: python -m http.server --directory site)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
@@ -43,21 +47,21 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "linrnn needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/base: pyproject.toml | $(VENV)/bin/python
+$(VENV)/base: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) .
 	@$(COMPILE)
 	@touch $@
 
-$(VENV)/test: pyproject.toml | $(VENV)/bin/python
+$(VENV)/test: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[test]'
 	@$(COMPILE)
 	@touch $@
 
-$(VENV)/check: pyproject.toml | $(VENV)/bin/python
+$(VENV)/check: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[check]'
 	@$(COMPILE)
 	@touch $(VENV)/test $@  # it has all that the tests need
 
-$(VENV)/docs: pyproject.toml | $(VENV)/bin/python
+$(VENV)/docs: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[docs]'
 	@touch $@

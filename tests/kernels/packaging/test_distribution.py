@@ -1,4 +1,4 @@
-"""The package alone: sdist and wheel are built, checked, installed beside nothing of this repository, and run."""
+"""Both packages: sdist and wheel of the kernels are built, checked and run alone, and linrnn's wheel stands beside it."""
 
 import re
 import subprocess
@@ -73,3 +73,11 @@ def test_the_installed_wheel_runs(built, tmp_path):
     alone = ("--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path))
     run("-m", "pip", "install", "--quiet", *alone, str(wheel), cwd=tmp_path)
     assert run("-c", PROGRAM, str(tmp_path), str(KERNELS.parent), cwd=tmp_path) == "ran []\n"
+
+
+def test_the_wheel_of_linrnn_holds_the_library_alone(built, tmp_path):
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(KERNELS.parent), cwd=tmp_path)
+    [wheel] = tmp_path.glob("linrnn-*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.partition("/")[0] for name in names} == {"linrnn"}  # nothing of cce_kernels: both install in any order
+    assert wheel.name.split("-")[1] == next(built.glob("*.whl")).name.split("-")[1], "one version"
