@@ -27,7 +27,6 @@ TABLES = tuple(
     f"repository/results/{name}/"
     for name in (
         "summaries",
-        "superseded",
         "bench_loss",
         "bench_models",
         "bench_parallel",

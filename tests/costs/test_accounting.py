@@ -44,7 +44,7 @@ from linrnn.training.plan import Plan
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 COMMITTED = RESULTS / "summaries"
-REPORTS = sorted([*COMMITTED.glob("*/runs.json"), *(RESULTS / "superseded").glob("*/runs.json")])
+REPORTS = sorted(COMMITTED.glob("*/runs.json"))
 STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
 LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
 FLA = FlaLossConfig("fla", 8)

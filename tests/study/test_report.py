@@ -93,12 +93,6 @@ def test_a_fresh_clone_gets_the_report_of_a_committed_group(clone: Path, capsys:
     assert (directory / "runs.json").read_bytes() == rows, "the rows stay as they are"
 
 
-def test_a_superseded_report_is_found_and_written_where_it_lies(clone: Path, tmp_path: Path) -> None:
-    shutil.copytree(clone / "summaries", tmp_path / "superseded")
-    paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={tmp_path}"], "report"))
-    assert paths[0] == tmp_path / "superseded" / REPORT.name / "report.md"
-
-
 def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = read_committed(REPORT)[0]
     directory = clone / REPORT.name / first.name

@@ -40,7 +40,7 @@ GIB = 2**30
 HERE = {"packages": {"torch": "2.11"}, "gpus": [{"name": "H200"}], "git": {"commit": "a" * 40, "dirty": False}}
 ELSEWHERE = {**HERE, "gpus": [{"name": "H100"}]}
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-REPORTS = sorted(p.parent for kind in ("summaries", "superseded") for p in (RESULTS / kind).glob("*/runs.json"))
+REPORTS = sorted(path.parent for path in RESULTS.glob("summaries/*/runs.json"))
 
 
 def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats: float = 5.0, **more: Any) -> Run:

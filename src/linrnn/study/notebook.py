@@ -35,7 +35,7 @@ from linrnn.study.verdicts import EXACT
 if TYPE_CHECKING:
     import pandas
 
-COMMITTED = ("summaries", "superseded", "bench_loss", "bench_steps")  # directories of committed results for notebooks
+COMMITTED = ("summaries", "bench_loss", "bench_steps")  # directories of committed results for notebooks
 RESULTS = "LINRNN_RESULTS"  # environment variable for another results directory than the repository's
 
 

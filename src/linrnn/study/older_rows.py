@@ -1,6 +1,6 @@
 """What committed rows lack that runs of today record, and what stands for it.
 
-The rows of results/summaries and results/superseded are older than some keys of a summary. No other file needs this.
+The rows of results/summaries are older than some keys of a summary. No other file needs this.
 `reason`, `gpu_state` and `loss_layer_ms` are read with `get` where they are used. A run that could not start has no
 such figures either.
 """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A report's file with its runs' summaries, environment, thinned loss curves, and comparisons of the raw curves.
 COMMITTED = "runs.json"
-REPORTS = ("summaries", "superseded")  # the folders of the results directory that hold committed reports
+REPORTS = ("summaries",)  # the folders of the results directory that hold committed reports
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # files beside it, with the report's other inputs
 # The keys that tables need from every summary, and the remedy if a run's file is broken.
 FIGURES = (
