@@ -55,10 +55,3 @@ def test_the_command_writes_rows_and_a_page(tmp_path, command, fresh_command):
     done = fresh_command(*script, "logits=telepathy")
     assert done.returncode
     assert "choose from flat, peaked" in done.stderr
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "results" / "bench_loss").rglob("profile.jsonl")), ids=str)
-def test_a_committed_page_is_that_of_its_rows(path):
-    run, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    expected = page([KernelRow(**row) for row in rows], run, path.parent.name)
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == expected

@@ -26,7 +26,7 @@ from linrnn.bench.loss.problems import (
     relative_error,
     truth_of,
 )
-from linrnn.bench.loss.report import FLOOR_LEGEND, LEGEND, table, write_report
+from linrnn.bench.loss.report import FLOOR_LEGEND, table, write_report
 from linrnn.bench.loss.rows import (
     BAR,
     FLOOR,
@@ -357,16 +357,6 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
     assert "2. `make b`" in text
     assert "None" not in text
     assert "| run |" not in write_report(rows[:1], runs, tmp_path, "one")[0].read_text()
-
-
-PAGES = sorted((ROOT / "results" / "bench_loss").rglob("*.md"))
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "profile"], ids=lambda page: page.stem)
-def test_a_committed_page_explains_its_columns_once(page):
-    text, again = page.read_text(), "run python scripts/bench_loss.py measure=false"
-    assert text.count("\n".join(LEGEND)) == 1, again
-    assert text.count("\n".join(FLOOR_LEGEND)) == (f"| {FLOOR} |" in text), again
 
 
 def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
