@@ -89,8 +89,10 @@ def differentiable(
         _, lse, metrics, state = output
         ctx.plan, ctx.finished, ctx.program = plan, False, getattr(state, "program", None)
         ctx.set_materialize_grads(False)
-        # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass.
-        ctx.save_for_backward(e, c, bias, weights, lse, *state, *([metrics] if with_entropy else []))
+        # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass. An alias of a
+        # leaf keeps the memory if its .data is replaced before backward, as by DeepSpeed's ZeRO-3.
+        inputs = [x.detach() if x is not None and x.is_leaf else x for x in (e, c, bias, weights)]
+        ctx.save_for_backward(*inputs, lse, *state, *([metrics] if with_entropy else []))
 
     def setup_op_context(ctx, inputs, output) -> None:
         ctx.mark_non_differentiable(*([] if with_entropy else [output[2]]), *output[3])
@@ -127,8 +129,11 @@ def differentiable(
                 return *backward(direct_gradients, ctx, upstream), None
             with torch.no_grad():  # create_graph=True
                 grads = backward(direct_gradients, ctx, upstream)
+            # What the aliases were taken of: the gradients depend on it.
+            leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
             return *[
-                None if grad is None else Final.apply(grad, *ctx.saved_tensors[:3], *upstream) for grad in grads
+                None if grad is None else Final.apply(grad, *ctx.saved_tensors[:3], *leaves, *upstream)
+                for grad in grads
             ], None  # fmt: skip
 
     def call(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import backend_of, restored
+from .backends import backend_of, refuse_given_back, restored
 from .derivative import differentiable, empty_gradient, stored_dtypes
 from .filter_rule import FilterStats
 from .options import Options, options_of
@@ -181,6 +181,7 @@ def _recompute(
     grad_rows: () or (N,), dL/d(row loss), with the row's weight. entropy, grad_entropy: (N,) fp32, each row's entropy
     and dL/d(entropy); None where it has no gradient.
     """
+    refuse_given_back(e=e, c=c, bias=bias, main_grad_c=main_grad_c)
     o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with kernels_on(e):
@@ -233,6 +234,7 @@ def _gather(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of e and c from the filter's lists (filter/gather.py); empty where no dtype is given."""
+    refuse_given_back(e=e, c=c, main_grad_c=main_grad_c)
     o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with kernels_on(e):
@@ -279,6 +281,7 @@ def _finish_stored(
     state from SUMS on, written. They are separate because torch.compile copies every tensor that an operator may write
     to.
     """
+    refuse_given_back(e=e, c=c, main_grad_c=main_grad_c)
     with kernels_on(e):
         backend_of(e).three_products.backward(
             e, c, columns, scale, rows, [*held, *sums], main_grad_c, options_of(*options), grad_lse=grad_lse,
@@ -310,6 +313,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
     main_grad_c, stats = ctx.written
     if ctx.program is not None:
         once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
+        once = once and e.untyped_storage().nbytes() and c.untyped_storage().nbytes()
         if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None:
             gradients = _finish_again(ctx, grad_loss, e, c, weights, kept)
             if stats is not None:
@@ -322,7 +326,8 @@ def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather
         plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
         assert plan is not None
     options = plan.options(o).values()
-    e, c, counted = restored(e, present(e_as), ctx.dtype), restored(c, present(c_as), ctx.dtype), present(counted)
+    e, c = restored("e", e, present(e_as), ctx.dtype), restored("c", c, present(c_as), ctx.dtype)
+    counted = present(counted)
     grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss
     if grad_loss is not None and counted is not None:
         grad_rows = backend_of(e).mean_gradient(grad_loss, counted) if direct else grad_loss / counted

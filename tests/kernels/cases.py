@@ -6,13 +6,15 @@ F.cross_entropy(F.linear(e, c).float()), on the same inputs, plus 1e-6 for resul
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, planner, reference_linear_cross_entropy
 from cce_kernels.runtime.interpreter import INTERPRETED
 from quick_interpreter import patch_once
 from torch import Tensor
@@ -259,6 +261,17 @@ def check_small_workspace(device: str, shape: tuple[int, int], vocab: int) -> No
     with pytest.raises(WorkspaceTooSmall):
         loss(refusal.value.least_mib - 1)
     gradients(loss(refusal.value.least_mib), (e, c))
+
+
+@contextmanager
+def launches_are_free(**constants: Any) -> Iterator[None]:
+    """The planner stores exponentials even for small problems, in chunks of 128 rows. constants: others of its own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in {"LAUNCH_SECONDS": 0.0, "LEAST_ROWS": 128, **constants}.items():
+            monkeypatch.setattr(planner, name, value)
+        planner.plan.cache_clear()
+        yield
+    planner.plan.cache_clear()
 
 
 STORED = {

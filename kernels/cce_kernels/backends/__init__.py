@@ -46,12 +46,24 @@ def backend_of(x: Tensor) -> ModuleType:
     return _backend_on(x.device)
 
 
-def restored(x: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The operand that the forward pass has prepared from x: its copy, or x itself if there is none (None).
+def refuse_given_back(**inputs: Tensor | None) -> None:
+    """Raise a RuntimeError in a backward pass if inputs e, c, bias or main_grad_c have lost their memory."""
+    for name, x in inputs.items():
+        if x is not None and (x.dim() != (1 if name == "bias" else 2) or not x.untyped_storage().nbytes()):
+            raise RuntimeError(
+                f"{name}: its memory was given back between the forward and the backward pass; keep it until then "
+                "(under ZeRO-3 or FSDP gather it for both passes)"
+            )
+
+
+def restored(name: str, x: Tensor, copy: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The operand that the forward pass has prepared from the input x: its copy, or x itself if there is none (None).
 
     Hooks of saved tensors, such as those that offload activations, may return it with other strides. Then it is
     prepared again.
     """
+    if copy is None:
+        refuse_given_back(**{name: x})
     return backend_of(x).prepare(x if copy is None else copy, dtype)
 
 

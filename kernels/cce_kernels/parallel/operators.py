@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..backends import backend_of, restored
+from ..backends import backend_of, refuse_given_back, restored
 from ..derivative import differentiable, empty_gradient, stored_dtypes
 from ..filter_rule import FilterStats, Rule
 from ..operators import NAMESPACE, OPTIONS
@@ -233,6 +233,7 @@ def _finish_stored(
     Returns, with `own`, the gradient of e of this rank's rows, summed over the ranks: (N, D) fp32. Else, or if it is
     not wanted, an empty tensor.
     """
+    refuse_given_back(e=e, c=c, main_grad_c=main_grad_c)
     stored, state = backend_of(e).three_products, [*held, *sums]
     spread = replace(Spread.of(group, shards, own, agreed), chunk=chunk)
     with kernels_on(e):
@@ -296,6 +297,7 @@ def _recompute(
     With `own` the gradient of e covers this rank's rows. The signature is wide because a custom operator of torch takes
     no objects.
     """
+    refuse_given_back(e=e, c=c, bias=bias, main_grad_c=main_grad_c)
     o, spread = options_of(*options), Spread.of(group, shards, own, agreed)
     with kernels_on(e):
         grad_rows, grad_lse, same = _upstream(spread, grad_rows, grad_lse)
@@ -358,7 +360,7 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
         plan = _plan(e, bias, main_grad_c, c.dtype, ctx.dtype, ctx.uniform, ctx.needs, shards, own, o)
-    e, c = restored(e, present(e_as), ctx.dtype), restored(c, present(c_as), ctx.dtype)
+    e, c = restored("e", e, present(e_as), ctx.dtype), restored("c", c, present(c_as), ctx.dtype)
     grad_rows = torch.zeros_like(lse) if grad_rows is None else grad_rows
     if plan.rows and ctx.finished:  # a second backward pass recomputes the logits, without stand-ins for targets
         here = Spread.of(*ctx.place).columns(columns)

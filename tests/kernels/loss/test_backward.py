@@ -1,27 +1,15 @@
 """Which gradients a backward pass returns, and how often: every dtype, frozen inputs, several passes."""
 
-import contextlib
 from itertools import product
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, Case, check, draw, error, gradients
-from cce_kernels import linear_cross_entropy, planner
+from cases import BF16, FP16, FP32, Case, check, draw, error, gradients, launches_are_free
+from cce_kernels import linear_cross_entropy
 from cce_kernels.runtime.interpreter import INTERPRETED
 from everywhere import devices, devices_with
 
 DTYPES = (BF16, FP16, FP32)
-
-
-@contextlib.contextmanager
-def launches_are_free():
-    """The planner stores exponentials even for small problems, in chunks of 128 rows."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(planner, "LAUNCH_SECONDS", 0.0)
-        monkeypatch.setattr(planner, "LEAST_ROWS", 128)
-        planner.plan.cache_clear()
-        yield
-    planner.plan.cache_clear()
 
 
 PASSES = {
