@@ -173,4 +173,4 @@ def _memory(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, lent: Tens
     """Memory of that shape and dtype: the beginning of `lent` (contiguous), or memory of its own."""
     if lent is None:
         return like.new_empty(shape, dtype=dtype)
-    return lent.view(-1).view(dtype)[: math.prod(shape)].view(shape)
+    return lent.view(-1)[: math.prod(shape) * dtype.itemsize // lent.itemsize].view(dtype).view(shape)
