@@ -69,8 +69,8 @@ def differentiable(
             forward pass was repeated, `ctx.program` is its program, the state is what a run has made, and lse may be
             None. The first backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
-        with_entropy: whether the third output is the rows' entropies and differentiable. `gradients` then get
-            grad_entropy, too, and the entropies are the last of `ctx.saved_tensors`.
+        with_entropy: whether the metrics are differentiable: their second row, the entropies. `gradients` then get
+            grad_metrics, too, and the metrics are the last of `ctx.saved_tensors`.
 
     Returns:
         A function of the same inputs that returns loss, LSE and metrics. Loss and LSE are differentiable. Unwanted LSE

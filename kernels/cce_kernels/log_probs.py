@@ -82,12 +82,12 @@ def linear_log_probs(
         nothing = of_targets(without_rows(e, c, bias, main_grad_c), shape, shift)
         return (nothing, nothing) if return_entropy else nothing
     function = cross_entropy_and_entropy if return_entropy else cross_entropy
-    losses, _, entropies = function(
+    losses, _, metrics = function(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, None, None, ignore_index, product_dtype(e, c), "none",
         False, return_entropy, needs, *o.values(),
     )  # fmt: skip
     log_probs = of_targets(-losses, shape, shift)
-    return (log_probs, of_targets(entropies, shape, shift)) if return_entropy else log_probs
+    return log_probs if metrics is None or not return_entropy else (log_probs, of_targets(metrics[1], shape, shift))
 
 
 @torch.no_grad()

@@ -306,10 +306,11 @@ def _keep(ctx, inputs) -> None:
     ctx.options = inputs[13:]
 
 
-def _gradients(ctx, grad_loss, grad_lse, grad_entropy=None, *, recompute, gather, finish_stored, with_entropy=False):
+def _gradients(ctx, grad_loss, grad_lse, grad_metrics=None, *, recompute, gather, finish_stored, with_entropy=False):
     direct = finish_stored is _finish_stored  # without custom operators
     e, c, bias, weights, lse, *kept = ctx.saved_tensors
-    entropy = kept.pop() if with_entropy else None
+    entropy = kept.pop()[1] if with_entropy else None
+    grad_entropy = None if grad_metrics is None else grad_metrics[1]
     main_grad_c, stats = ctx.written
     if ctx.program is not None:
         once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
@@ -396,11 +397,11 @@ def cross_entropy(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:
 def _with_entropy(
     e: Tensor, c: Tensor, targets: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, State, Plan | None]:
-    """As `_cross_entropy` with metrics, but the rows' entropies (N,) in place of the metrics; 0 for ignored rows."""
+    """As `_cross_entropy` with metrics, which are 0 for ignored rows."""
     loss, lse, metrics, state, plan = _cross_entropy(e, c, targets, *inputs)
     assert metrics is not None
     ignore_index = inputs[4]
-    return loss, lse, metrics[1].masked_fill(targets == ignore_index, 0.0), state, plan
+    return loss, lse, metrics.masked_fill_(targets == ignore_index, 0.0), state, plan
 
 
 _with_entropy_op = torch.library.custom_op(
@@ -410,12 +411,7 @@ _with_entropy_op = torch.library.custom_op(
     schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 
-
-@_with_entropy_op.register_fake
-def _(*inputs):
-    loss, lse, _, state = filled(_fake_cross_entropy)(*inputs)
-    return loss, lse, torch.empty_like(lse), state
-
+_with_entropy_op.register_fake(filled(_fake_cross_entropy))
 
 _apply_with_entropy = differentiable(
     _with_entropy_op,
@@ -430,13 +426,13 @@ _apply_with_entropy = differentiable(
 
 
 def cross_entropy_and_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cross_entropy` with metrics, but the rows' entropies (N,) fp32, differentiable, in place of the metrics.
+    """As `cross_entropy` with metrics, whose entropies are differentiable here. Metrics of ignored rows are 0.
 
     A gradient of the entropies takes four products, also where the plan has stored exponentials.
     """
-    loss, lse, entropy = _apply_with_entropy(*inputs)
-    assert entropy is not None
-    return loss, lse, entropy
+    loss, lse, metrics = _apply_with_entropy(*inputs)
+    assert metrics is not None
+    return loss, lse, metrics
 
 
 def _uniform(reduction: str, with_lse: bool) -> bool:

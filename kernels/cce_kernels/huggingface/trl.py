@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..arguments import gradients_wanted, make_options, product_dtype
-from ..log_probs import linear_log_probs
-from ..operators import cross_entropy
+from ..operators import cross_entropy, cross_entropy_and_entropy
 
 _NAME = "_ChunkedLogProbFunction"
 
@@ -65,27 +64,23 @@ class FusedHead:
             return own.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )  # fmt: skip
-        if bias is not None:  # linear_cross_entropy scales the product alone
-            bias = bias.float() * logit_scale
-        entropies = mean_logits = correct = None
-        if "is_top1" in wanted:  # metrics, as the entropy beside them: no gradient
-            cap = None if softcap is None else softcap / temperature
-            options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
-            needs, _ = gradients_wanted(hidden, weight, bias, None)
-            losses, _, metrics = cross_entropy(
-                hidden, weight, targets, None if bias is None else bias / temperature, None, None, None, -100,
-                product_dtype(hidden, weight), "none", False, True, needs, *options.values(),
-            )  # fmt: skip
-            assert metrics is not None
-            log_probs, correct, entropies = -losses, metrics[0] > 0, metrics[1]
-        else:
-            found = linear_log_probs(
-                hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-                return_entropy="entropy" in wanted,
-            )  # fmt: skip
-            log_probs, entropies = found if "entropy" in wanted else (found, None)
+        if bias is not None:  # our logit_scale scales the product alone
+            bias = bias.float() * (logit_scale / temperature)
+        cap = None if softcap is None else softcap / temperature
+        options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
+        needs, _ = gradients_wanted(hidden, weight, bias, None)
+        function = cross_entropy_and_entropy if "entropy" in wanted else cross_entropy
+        losses, _, metrics = function(
+            hidden, weight, targets, bias, None, None, None, -100, product_dtype(hidden, weight), "none", False,
+            not wanted.isdisjoint(("entropy", "is_top1")), needs, *options.values(),
+        )  # fmt: skip
+        correct, entropies = (None, None) if metrics is None else (metrics[0] > 0, metrics[1])
+        mean_logits = None
         if "mean_logits" in wanted:
             mean_logits = hidden.detach().float() @ weight.detach().float().mean(0) * (logit_scale / temperature)
             if bias is not None:
-                mean_logits = mean_logits + bias.detach().mean() / temperature
-        return log_probs, entropies, None, mean_logits, correct
+                mean_logits = mean_logits + bias.detach().mean()
+        return (
+            -losses, entropies if "entropy" in wanted else None, None, mean_logits,
+            correct if "is_top1" in wanted else None,
+        )  # fmt: skip
