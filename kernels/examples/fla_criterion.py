@@ -25,4 +25,4 @@ def main(device: str = "cuda", steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    print(main() if torch.cuda.is_available() else "FLA's layers need a GPU")

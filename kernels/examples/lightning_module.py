@@ -22,7 +22,7 @@ class LanguageModel(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def main(device: str = "cuda", steps: int = 5, folder: str = "trained") -> list[float]:
+def main(folder: str, device: str = "cuda" if torch.cuda.is_available() else "cpu", steps: int = 5) -> list[float]:
     torch.manual_seed(0)
     model, quiet = LanguageModel(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(accelerator=device, devices=1, max_epochs=steps, default_root_dir=folder, **quiet)

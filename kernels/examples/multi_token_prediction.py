@@ -5,7 +5,7 @@ from cce_kernels import linear_cross_entropy
 from torch import nn
 
 
-def main(device: str = "cuda", steps: int = 5, ahead: int = 3) -> list[float]:
+def main(device: str = "cuda" if torch.cuda.is_available() else "cpu", steps: int = 5, ahead: int = 3) -> list[float]:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.GELU()).to(device)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(ahead)).to(device)
@@ -26,4 +26,4 @@ def main(device: str = "cuda", steps: int = 5, ahead: int = 3) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main("cuda" if torch.cuda.is_available() else "cpu"))
+    print(main())

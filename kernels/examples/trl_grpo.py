@@ -12,7 +12,7 @@ def odd_words(completions: list[str], **_) -> list[float]:
     return [sum(int(word) % 2 for word in text.split()) for text in completions]
 
 
-def main(device: str = "cuda", steps: int = 5, folder: str = "trained") -> list[float]:
+def main(folder: str, device: str = "cuda" if torch.cuda.is_available() else "cpu", steps: int = 5) -> list[float]:
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

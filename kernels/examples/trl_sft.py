@@ -12,7 +12,7 @@ class OurLoss(SFTTrainer):
     compute_loss, prediction_step = Trainer.compute_loss, Trainer.prediction_step
 
 
-def main(device: str = "cuda", steps: int = 5, folder: str = "trained") -> list[float]:
+def main(folder: str, device: str = "cuda" if torch.cuda.is_available() else "cpu", steps: int = 5) -> list[float]:
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")

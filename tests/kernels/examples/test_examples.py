@@ -74,11 +74,28 @@ def test_an_example_trains_with_this_loss(name, calls, tmp_path):
     trains(name, "cpu", calls, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "multi_token_prediction"])
-def test_an_example_run_as_a_script_needs_no_gpu(name, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["plain_loop", "multi_token_prediction", "hf_trainer"])
+def test_an_example_run_as_a_script_needs_no_gpu_and_leaves_nothing(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])) == 5
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_example_that_needs_a_gpu_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(FOLDER / "fla_criterion.py"), run_name="__main__")
+    assert capsys.readouterr().out == "FLA's layers need a GPU\n"
+
+
+@pytest.mark.parametrize("name", ["lightning_module", *POLICIES])
+def test_an_example_trains_on_the_device_that_exists(name, calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    utils = importlib.import_module("trl.trainer.utils")
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
+    load(name).main(str(tmp_path), steps=1)
+    assert set(calls) == {"cpu"}
 
 
 @pytest.mark.gpu

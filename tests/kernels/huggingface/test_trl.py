@@ -68,7 +68,7 @@ def sft(folder: str) -> None:
 
     example.OurLoss = made
     with pytest.raises(Stop):
-        example.main("cpu", folder=folder)
+        example.main(folder, "cpu")
 
 
 def load(name: str) -> Any:
@@ -80,8 +80,8 @@ def load(name: str) -> Any:
 
 RUNS: dict[str, Callable[[str], Any]] = {
     "sft": sft,
-    "dpo": lambda folder: load("trl_dpo").main("cpu", folder=folder),
-    "grpo": lambda folder: load("trl_grpo").main("cpu", folder=folder),
+    "dpo": lambda folder: load("trl_dpo").main(folder, "cpu"),
+    "grpo": lambda folder: load("trl_grpo").main(folder, "cpu"),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_run_is_trls_own(name, tmp_path, monkeypatch, utils):
 
 def test_the_sft_example_has_trls_own_losses(tmp_path, monkeypatch):
     want = [entry["loss"] for entry in logged(sft, tmp_path, monkeypatch)]
-    assert load("trl_sft").main("cpu", folder=str(tmp_path)) == pytest.approx(want, rel=1e-3)
+    assert load("trl_sft").main(str(tmp_path), "cpu") == pytest.approx(want, rel=1e-3)
 
 
 def test_another_trl_is_refused(monkeypatch, utils):
