@@ -171,13 +171,15 @@ def _check_inputs(
     refuse_device(e)
     for name, x in (("e", e), ("c", c), ("bias", bias)):
         if x is not None and hasattr(x, "__tensor_flatten__"):
-            raise ValueError(
-                f"{name}: is a {type(x).__name__}, a tensor subclass; give a plain tensor: full_tensor() of a "
-                "DTensor (or to_local() and vocabulary_parallel_linear_cross_entropy), clone() of an "
-                "AsyncCollectiveTensor"
-            )
+            quantised = type(x).dequantize is not Tensor.dequantize
+            remedy = "its dequantize()" if quantised else (
+                "a plain tensor: full_tensor() of a DTensor (or to_local() and "
+                "vocabulary_parallel_linear_cross_entropy), clone() of an AsyncCollectiveTensor"
+            )  # fmt: skip
+            raise ValueError(f"{name}: is a {type(x).__name__}, a tensor subclass; give {remedy}")
         if x is not None and x.dtype not in DTYPES:
-            raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
+            remedy = "; dequantize it" if x.itemsize == 1 else ""
+            raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}{remedy}")
         if x is not None and x.device != e.device:
             raise ValueError(f"{name}: is on {x.device}, e on {e.device}")
     if e.dim() < 1 or c.dim() != 2 or e.shape[-1] != c.shape[1] or 0 in c.shape:

@@ -140,6 +140,11 @@ def _check_head(head: Any) -> None:
             f"model: its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear; leave the "
             "head out of adapters (LoRA), quantisation and parametrizations"
         )
+    if hasattr(head.weight, "ds_id"):  # so DeepSpeed marks the parameters that ZeRO-3 shards
+        raise ValueError(
+            "model: DeepSpeed's ZeRO-3 shards its head, and gathers it in hooks that patch would skip; use ZeRO-2, or "
+            "give linear_cross_entropy the head's weight inside deepspeed.zero.GatheredParameters"
+        )
     if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD:
         raise ValueError(
             f"model: the forward of its head was replaced by {source(head.forward)}, which patch would skip "

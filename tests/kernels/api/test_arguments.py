@@ -78,6 +78,29 @@ def test_nested_tensors(layout):
         linear_cross_entropy(torch.nested.nested_tensor([E, E], layout=layout), C, TARGETS)
 
 
+class Quantised(torch.Tensor):
+    """As torchao's Int8Tensor."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+    def dequantize(self):
+        return self.as_subclass(torch.Tensor)
+
+
+QUANTISED = {
+    "torchao": (C.as_subclass(Quantised), r"c: is a Quantised, a tensor subclass; give its dequantize\(\)$"),
+    "int8": (C.to(torch.int8), "c: must be bfloat16, float16 or float32, got torch.int8; dequantize it$"),
+    "fp8": (C.to(torch.float8_e4m3fn), "c: must be .*, got torch.float8_e4m3fn; dequantize it$"),
+}
+
+
+@pytest.mark.parametrize(("head", "message"), QUANTISED.values(), ids=QUANTISED)
+def test_a_quantised_head_is_to_be_dequantized(head, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(E, head, TARGETS)
+
+
 def test_numbers_of_other_types_are_as_they_were():
     want = linear_cross_entropy(E, C, TARGETS, softcap=3.0, logit_scale=2.0, ignore_index=2)
     numpy = pytest.importorskip("numpy")
