@@ -87,11 +87,12 @@ def _cross_entropy(
         return loss, rows.lse, rows.metrics, [], None
     # A custom operator must not return an input, so the state holds e and c only if they were copied.
     copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    return loss, rows.lse, rows.metrics, [counted, columns, *copies, *state], plan
+    return loss, rows.lse, rows.metrics, [counted, columns, rows.lost, *copies, *state], plan
 
 
-# Indices among a call's results: loss, LSE, metrics, divisor of the mean, columns, copies of e and c, stored state.
-COUNTED, COPIES, STORED = 3, 5, 7
+# Indices among a call's results: loss, LSE, metrics, divisor of the mean, columns, what LSE lost, copies of e and c,
+# stored state.
+COUNTED, COPIES, STORED = 3, 6, 8
 
 
 def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None, State, Plan | None]:
@@ -152,7 +153,8 @@ def _fake_cross_entropy(
     counted = None
     if reduction == "mean":
         counted = (targets if weights is None else lse).new_empty(())
-    return loss, lse, metrics, [counted, torch.empty_like(targets), *copies, *state], plan
+    lost = None if plan.rows or plan.capacity else torch.empty_like(lse)
+    return loss, lse, metrics, [counted, torch.empty_like(targets), lost, *copies, *state], plan
 
 
 _cross_entropy_op.register_fake(filled(_fake_cross_entropy))
@@ -167,6 +169,7 @@ def _recompute(
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     lse: Tensor,
+    lost: Tensor | None,
     columns: Tensor,
     width: int,
     dtype_e: torch.dtype | None,
@@ -179,17 +182,20 @@ def _recompute(
     """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
 
     grad_rows: () or (N,), dL/d(row loss), with the row's weight. entropy, grad_entropy: (N,) fp32, each row's entropy
-    and dL/d(entropy); None where it has no gradient.
+    and dL/d(entropy); None where it has no gradient. lost: (N,) fp32 or None, as in `row_math.Rows`.
     """
     refuse_given_back(e=e, c=c, bias=bias, main_grad_c=main_grad_c)
     o = options_of(*options)
     recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
     with kernels_on(e):
-        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
+        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o, lost)
         bias = None if bias is None else bias.contiguous()
         of_entropy = None
         if entropy is not None and grad_entropy is not None:
-            of_entropy = torch.stack((where_it_counts(grad_entropy, columns), entropy))
+            of_rows = where_it_counts(grad_entropy, columns)
+            if lost is not None:  # for exp(z − lse) in place of p
+                of_rows, entropy = of_rows * torch.exp(-lost), entropy - lost
+            of_entropy = torch.stack((of_rows, entropy))
         grads = backend_of(e).backward(
             e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder,
             entropy=of_entropy,
@@ -203,7 +209,7 @@ _recompute_op = torch.library.custom_op(
     _recompute,
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
-    "Tensor(b!)? stats, Tensor lse, Tensor columns, int width, "
+    "Tensor(b!)? stats, Tensor lse, Tensor? lost, Tensor columns, int width, "
     "ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, Tensor? entropy, Tensor? grad_entropy, "
     f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -211,8 +217,8 @@ _recompute_op = torch.library.custom_op(
 
 @_recompute_op.register_fake
 def _(
-    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, width, dtype_e, dtype_c, dtype_bias, entropy,
-    grad_entropy, *options,
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, lost, columns, width, dtype_e, dtype_c, dtype_bias,
+    entropy, grad_entropy, *options,
 ):  # fmt: skip
     wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
     return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
@@ -321,7 +327,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_metrics=None, *, recompute, gather
                 FilterStats.write_exact(stats)
             return gradients
         lse, kept = ctx.program.result(1, kept), ctx.program.results(kept, COUNTED)
-    counted, columns, e_as, c_as, *state = kept
+    counted, columns, lost, e_as, c_as, *state = kept
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
         plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
@@ -349,7 +355,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_metrics=None, *, recompute, gather
             *options,
         ), None  # fmt: skip
     return recompute(
-        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, plan.columns, *ctx.dtypes,
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, present(lost), columns, plan.columns, *ctx.dtypes,
         None if grad_entropy is None else entropy, grad_entropy, *options,
     )  # fmt: skip
 
@@ -364,7 +370,7 @@ def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor 
         with kernels_on(e):
             again.run((*inputs, *made), e)
     else:
-        counted, columns, e_as, c_as, *state = used_up(program.results(made, COUNTED))
+        counted, columns, _, e_as, c_as, *state = used_up(program.results(made, COUNTED))
         with program.next.tape(kind) as tape:
             _finish_stored(
                 grad_loss if counted is None else backend.mean_gradient(grad_loss, counted), None,

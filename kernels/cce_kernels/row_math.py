@@ -22,6 +22,7 @@ class Rows:
     z_above_mean: (N,) target logit minus mean logit, for label smoothing; else None.
     metrics: (2, N) whether the target's logit is the largest (1 or 0), and the entropy of the softmax in nats; or None.
     largest: (N,) the largest logit except the target's, if metrics are wanted; else None.
+    lost: (N,) what lse lost by rounding, which is more than p may lose where the logits have a common offset; or None.
     """
 
     lse: Tensor
@@ -29,6 +30,7 @@ class Rows:
     z_above_mean: Tensor | None = None
     metrics: Tensor | None = None
     largest: Tensor | None = None
+    lost: Tensor | None = None
 
 
 def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:
@@ -115,17 +117,19 @@ def mean_gradient(grad_loss: Tensor, counted: Tensor) -> Tensor:
 
 
 def row_coefficients(
-    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
+    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options, lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The coefficients (a, b), each (N,), of the logits' gradient.
 
-        dL/dz_iv = a_i p_iv − b_i ((1 − s) [v = target_i] + s / V)            (s: label smoothing)
+        dL/dz_iv = a_i exp(z_iv − lse_i) − b_i ((1 − s) [v = target_i] + s / V)            (s: label smoothing)
 
-    a = b (1 + 2 z_loss LSE) + dL/dLSE. b is dL/d(row loss), but 0 for ignored rows and NaN for rows whose target lies
-    outside the vocabulary.
+    a = (b (1 + 2 z_loss lse) + dL/dLSE) exp(−lost). b is dL/d(row loss), but 0 for ignored rows and NaN for rows whose
+    target lies outside the vocabulary.
 
-    grad_loss: dL/d(row loss), (N,), or () if all rows have the same. grad_lse: dL/dLSE, (N,), or None.
+    grad_loss: dL/d(row loss), (N,), or () if all rows have the same. grad_lse: dL/dLSE, (N,), or None. lost: as in
+    `Rows`.
     """
     b = where_it_counts(grad_loss, columns)
     a = b * (1 + 2 * o.z_loss * lse) if o.z_loss else b
-    return a if grad_lse is None else a + grad_lse, b
+    a = a if grad_lse is None else a + grad_lse
+    return a if lost is None else a * torch.exp(-lost), b

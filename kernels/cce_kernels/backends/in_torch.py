@@ -33,6 +33,7 @@ from ..row_math import target_columns as target_columns
 program = None  # nothing is repeated without Python (runtime/program.py)
 
 _MULTIPLE = 16  # a chunk's columns are a multiple, which aligns the workspace's rows for the CPU's vector units
+_FAR = 1e4  # nats below the largest logit, where exponentials are 0 but products with them must stay finite
 _CACHE_BYTES = 8 * 2**20  # a chunk's logits stay within the CPU's caches; wider chunks are slower
 
 
@@ -63,7 +64,7 @@ def forward(
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     e = e.float()
-    # largest, exp_sum and ez_sum leave out the target's logit; z_sum holds all logits.
+    # All leave out the target's logit. The sums hold exp(x), exp(x) x and x of x = z − largest.
     largest = e.new_full((n_rows,), -torch.inf)
     exp_sum, z_sum, ez_sum = e.new_zeros(n_rows), e.new_zeros(n_rows), e.new_zeros(n_rows)
     z_target = e.new_full((n_rows,), -torch.inf)  # stays −inf for a row without a target
@@ -72,27 +73,47 @@ def forward(
         here, place = _targets_in(columns, chunk)
         of_target = z.gather(1, place)
         z_target = torch.where(here, of_target, z_target[:, None])[:, 0]
-        if o.label_smoothing:
-            z_sum += z.sum(dim=1)
         z.scatter_(1, place, of_target.masked_fill(here, -torch.inf))
         new_largest = torch.maximum(largest, z.amax(dim=1))
-        anchor = new_largest.masked_fill(new_largest == -torch.inf, 0)  # a bias of −inf can mask a whole chunk
-        decay = (largest - anchor).exp_()
+        anchor = _finite(new_largest)  # a bias of −inf can mask a whole chunk
+        rise = anchor - largest
+        decay = (-rise).exp_()
+        z.sub_(anchor[:, None])
+        if o.label_smoothing:
+            n_others = chunk.start - ((columns >= 0) & (columns < chunk.start)).long()
+            z.scatter_(1, place, z.gather(1, place).masked_fill_(here, 0))
+            z_sum += z.sum(dim=1) - (n_others * rise).nan_to_num_(nan=0)
+            z.scatter_(1, place, z.gather(1, place).masked_fill_(here, -torch.inf))
         if with_metrics:
-            weighted = (z - anchor[:, None]).exp_().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
-            ez_sum.mul_(decay).add_(weighted)
-        exp_sum.mul_(decay).add_(z.sub_(anchor[:, None]).exp_().sum(dim=1))
+            ez_sum.sub_(exp_sum * rise.clamp(max=_FAR)).mul_(decay)
+            ez_sum += z.exp().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
+        exp_sum.mul_(decay).add_(z.exp_().sum(dim=1))
         largest = new_largest
-    others = largest + exp_sum.log()
-    lse = torch.logaddexp(others, z_target)
-    nll = torch.logaddexp(others - z_target, torch.zeros_like(lse))
+    # Differences of logits keep the digits that a common offset takes from the logits' own sums.
+    anchor = _finite(torch.maximum(largest, z_target))
+    below, target_below = anchor - largest, anchor - z_target
+    share, of_target = (-below).exp(), (-target_below).exp()
+    total = share * exp_sum + of_target
+    rest = total.log()
+    lse = anchor + rest
+    nll = torch.logaddexp(largest - z_target + exp_sum.log(), torch.zeros_like(lse))
     metrics = empty_metrics(e, with_metrics)
     if metrics is not None:
         metrics[0] = z_target > largest
-        share, p = (others - lse).exp_(), (z_target - lse).exp_()
-        metrics[1] = lse - (share * (ez_sum / exp_sum)).nan_to_num_(nan=0) - (p * z_target).nan_to_num_(nan=0)
-    z_above_mean = z_target - z_sum / vocab if o.label_smoothing else None
-    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest if with_metrics else None)
+        mean = share * (ez_sum - exp_sum * below.clamp(max=_FAR)) - of_target * target_below.clamp(max=_FAR)
+        metrics[1] = rest - mean / total
+    z_above_mean = None
+    if o.label_smoothing:
+        above = z_target - _finite(largest)
+        z_above_mean = above - (z_sum + above) / vocab
+    largest = largest if with_metrics else None
+    lost = (rest - (lse - anchor)).nan_to_num_(nan=0)
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest, lost)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """The rows' largest logits, and 0 where these are infinite."""
+    return largest.masked_fill(largest.isinf(), 0)
 
 
 def backward(

@@ -2,6 +2,8 @@
 
     dL/dz_iv = a_i p_iv − b_i [v = target_i]        a = b (1 + 2 z_loss LSE) + dL/dLSE        b = dL/d(row loss)
 
+p is exp(z − lse) here, so exp(−lost) goes into a (row_math.Rows).
+
 b is 0 for an ignored row, and NaN for a row whose target lies outside the vocabulary (row_math.py). Label smoothing
 distributes b over the columns (logit_gradient.py).
 
@@ -35,6 +37,7 @@ def row_coefficients_kernel(
     grad_ptr,  # (N,), grad_stride apart: dL/d(row loss)
     grad_lse_ptr,  # (N,), lse_stride apart, or None: dL/dLSE
     lse_ptr,  # (N,) fp32
+    lost_ptr,  # (N,) fp32 or None: what lse lost by rounding
     columns_ptr,  # (N,) int64, each row's target column (row_math.py)
     a_ptr,  # (N,) fp32, written
     b_ptr,  # (N,) fp32, written
@@ -56,6 +59,8 @@ def row_coefficients_kernel(
         a *= 1 + 2 * z_loss * tl.load(lse_ptr + rows, mask=inside, other=0.0)
     if grad_lse_ptr is not None:
         a += tl.load(grad_lse_ptr + rows.to(tl.int64) * lse_stride, mask=inside, other=0.0).to(tl.float32)
+    if lost_ptr is not None:
+        a *= tl.exp(-tl.load(lost_ptr + rows, mask=inside, other=0.0))
     tl.store(a_ptr + rows, a, mask=inside)
     tl.store(b_ptr + rows, b, mask=inside)
 
@@ -153,13 +158,13 @@ class Peak:
 
 
 def row_coefficients(
-    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options
+    grad_loss: Tensor, grad_lse: Tensor | None, lse: Tensor, columns: Tensor, o: Options, lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same as `row_math.row_coefficients`."""
     n_rows = columns.shape[0]
     a, b = torch.empty_like(lse), torch.empty_like(lse)
     row_coefficients_kernel[(cdiv(n_rows, BLOCK),)](
-        grad_loss, grad_lse, lse, columns, a, b, grad_loss.stride(0) if grad_loss.dim() else 0,
+        grad_loss, grad_lse, lse, lost, columns, a, b, grad_loss.stride(0) if grad_loss.dim() else 0,
         0 if grad_lse is None else grad_lse.stride(0), n_rows, float(o.z_loss), IGNORED, BLOCK, num_warps=4,
     )  # fmt: skip
     return a, b

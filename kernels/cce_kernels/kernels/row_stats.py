@@ -51,6 +51,7 @@ def rows_kernel(
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
     lse_ptr,  # (N,) fp32, written
+    lost_ptr,  # (N,) fp32 or None: what lse lost by rounding, written
     nll_ptr,  # (N,) fp32: −log p of the target, 0 where ignored, NaN where outside the vocabulary; written
     factor_ptr,  # (N,) fp32 or None: factor from w to dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: dL/d(e · c) of the target, written
@@ -100,6 +101,7 @@ def rows_kernel(
     rest = others / total  # 1 − p where the row has a target
     nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
     lse = z_target + nll
+    lost = nll - (lse - z_target)
     largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # the largest logit except the target's
     entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if metrics_ptr is not None:
@@ -149,11 +151,14 @@ def rows_kernel(
                 w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 tl.store(w_ptrs, w.to(w_ptr.dtype.element_ty), mask=overflowed[:, None] & (cols < V)[None, :])
         lse = tl.where(overflowed, online, lse)
+        lost = tl.where(overflowed, tl.log2(exp_sum) * LN2 - (online - highest), lost)
         nll = tl.where(overflowed, online - z_target, nll)  # not −log p, because p may underflow
         p_target = tl.where(overflowed, tl.exp2((z_target - online) * LOG2E), p_target)
         rest = tl.where(overflowed, 1 - p_target, rest)
         total = tl.where(overflowed, 1.0, total)
     tl.store(lse_ptr + out, lse, mask=inside)
+    if lost_ptr is not None:
+        tl.store(lost_ptr + out, tl.where(lost == lost, lost, 0.0), mask=inside)
     if metrics_ptr is not None:
         tl.store(metrics_ptr + out, (z_target > largest).to(tl.float32), mask=inside)
         tl.store(metrics_ptr + N + out, entropy, mask=inside)
@@ -225,7 +230,7 @@ def finish_rows(
     gradient: Gradient | None = None,
     live: Live | None = None,
 ) -> None:
-    """Write lse, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given.
+    """Write lse, lost, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given.
 
     live: the rows of w and the sums, if they are not in the order of the other tensors.
     """
@@ -236,7 +241,7 @@ def finish_rows(
         weights = gradient.weights
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, weights, z_target, None if live is None else live.rows, sums.w, sums.metrics,
-        rows.metrics, rows.lse, rows.nll,
+        rows.metrics, rows.lse, rows.lost, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,
@@ -265,6 +270,7 @@ def forward(
         z_above_mean = z_target - mean_of_logits(e, column_sum(c), bias, c.shape[0], o)
     largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
     metrics = empty_metrics(z_target, with_metrics)
-    rows = Rows(torch.empty_like(z_target), torch.empty_like(z_target), z_above_mean, metrics, largest)
+    lse, nll, lost = (torch.empty_like(z_target) for _ in range(3))
+    rows = Rows(lse, nll, z_above_mean, metrics, largest, lost)
     finish_rows(e, c, bias, columns, z_target, sums, rows, o)
     return rows

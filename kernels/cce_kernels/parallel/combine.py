@@ -25,7 +25,7 @@ from ..runtime.tiles import cdiv
 @quick
 @triton.jit(do_not_specialize=["N", "rank"])
 def settle_kernel(
-    every_ptr,  # (WORLD, PARTS, N) fp32: every rank's LSE and −log p; with metrics Σ p z and the largest other logit
+    every_ptr,  # (WORLD, PARTS, N) fp32: every rank's LSE and −log p; with metrics entropy and largest other logit
     ends_ptr,  # (WORLD,) int64: the end of each rank's columns
     columns_ptr,  # (N,) int64, target column in the whole vocabulary: -1 where ignored, -2 where outside
     weights_ptr,  # (N,) fp32 or None: what each row's loss is multiplied by; not in nll
@@ -72,15 +72,16 @@ def settle_kernel(
     nll = nll_owner + tl.maximum(above, 0.0) + log1p(tl.exp2(-tl.abs(above) * LOG2E))
     if metrics_ptr is not None:
         largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
-        mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
         for r in range(WORLD):
             of_rank = every_ptr + r * PARTS * N + rows
-            share = tl.exp2((tl.load(of_rank, mask=inside, other=0.0) - lse) * LOG2E)
-            mean_r = tl.load(of_rank + 2 * N, mask=inside, other=0.0)
-            mean += tl.where(share > 0, share * mean_r, 0.0)  # mean_r is −inf if a bias of −inf masks the whole shard
+            log_share = tl.load(of_rank, mask=inside, other=0.0) - lse
+            share = tl.exp2(log_share * LOG2E)
+            entropy_r = tl.load(of_rank + 2 * N, mask=inside, other=0.0)
+            entropy += tl.where(share > 0, share * (entropy_r - log_share), 0.0)  # a bias of −inf can mask a shard
             largest = tl.maximum(largest, tl.load(of_rank + 3 * N, mask=inside, other=0.0))
         tl.store(metrics_ptr + rows, (lse_owner - nll_owner > largest).to(tl.float32), mask=inside)
-        tl.store(metrics_ptr + N + rows, lse - mean, mask=inside)
+        tl.store(metrics_ptr + N + rows, entropy, mask=inside)
 
     lse_here = tl.load(lse_ptr + rows, mask=inside, other=0.0)
     z = lse_here - tl.load(nll_ptr + rows, mask=inside, other=0.0)

@@ -103,7 +103,7 @@ def _forward(
     # A custom operator must not return an input, nor one tensor twice.
     copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
     lse = rows.lse if own else None
-    return losses, spread.mine(rows.lse), metrics, [columns, here, lse, *copies, *state], plan
+    return losses, spread.mine(rows.lse), metrics, [columns, here, lse, rows.lost, *copies, *state], plan
 
 
 _forward_op = torch.library.custom_op(
@@ -134,11 +134,9 @@ def _fake_forward(
         state = backend.three_products.empty_state(
             e_as, c, chunk, stored_dtypes(torch.float32, c, bias, main_grad_c, needs), o, with_lse=not uniform
         )
-    columns = targets.new_empty(n_rows)
-    return (
-        losses, torch.empty_like(losses), metrics,
-        [columns, torch.empty_like(columns), losses.new_empty(n_rows) if own else None, *copies, *state], plan,
-    )  # fmt: skip
+    columns, lse = targets.new_empty(n_rows), losses.new_empty(n_rows)
+    of_all = [columns, torch.empty_like(columns), lse if own else None, None if plan.rows else torch.empty_like(lse)]
+    return losses, torch.empty_like(losses), metrics, [*of_all, *copies, *state], plan
 
 
 _forward_op.register_fake(filled(_fake_forward))
@@ -158,38 +156,45 @@ def _settle(e: Tensor, rows: Rows, gradient: Any, columns: Tensor, spread: Sprea
 
 
 def _metric_parts(rows: Rows, is_here: Tensor) -> list[Tensor]:
-    """Σ p z over the shard, and the shard's largest logit except the target's."""
+    """The entropy over the shard, and the shard's largest logit except the target's."""
     assert rows.metrics is not None
     assert rows.largest is not None
     # A stand-in's logit is no target's, so it counts. It is NaN if a bias of −inf masks the whole shard.
     largest = torch.where(is_here, rows.largest, torch.fmax(rows.largest, rows.lse - rows.nll))
-    return [rows.lse - rows.metrics[1], largest]
+    return [rows.metrics[1], largest]
 
 
 def _whole(rows: Rows, columns: Tensor, spread: Spread) -> Rows:
     """The row statistics of the whole vocabulary from those of every shard; takes one all-gather."""
     is_here = spread.columns(columns) != IGNORED
     z_target = rows.lse - rows.nll  # the logit of the target or its stand-in
-    parts = [rows.lse, torch.where(is_here, rows.nll, 0)]
+    assert rows.lost is not None
+    parts = [rows.lse, rows.lost, torch.where(is_here, rows.nll, 0)]
     if rows.z_above_mean is not None:
         parts.append(spread.size * (z_target - rows.z_above_mean))  # Σ z
     if rows.metrics is not None:
         parts += _metric_parts(rows, is_here)
     every = spread.all_gather(torch.stack(parts)[None])  # (W, parts, N)
-    lses, nlls = every[:, 0], every[:, 1]
-    lse = lses.logsumexp(dim=0)
+    lses, nlls = every[:, 0], every[:, 2]
+    highest = lses.amax(dim=0)
+    highest.masked_fill_(highest.isinf(), 0)
+    above = lses - highest + every[:, 1]  # what a common offset takes no digits from
+    rest = above.logsumexp(dim=0)
+    lse = highest + rest
     owner = spread.owners(columns)[None]
     lse_owner, nll_owner = lses.gather(0, owner)[0], nlls.gather(0, owner)[0]
-    others = lses.scatter(0, owner, -torch.inf).logsumexp(dim=0)
-    nll = nll_owner + softplus(others - lse_owner)
+    others = above.scatter(0, owner, -torch.inf).logsumexp(dim=0)
+    nll = nll_owner + softplus(others - above.gather(0, owner)[0])
     z_above_mean = metrics = None
     if rows.z_above_mean is not None:
-        z_above_mean = lse_owner - nll_owner - every[:, 2].sum(dim=0) / spread.vocab
+        z_above_mean = lse_owner - nll_owner - every[:, 3].sum(dim=0) / spread.vocab
     if rows.metrics is not None:
-        means, largest = every[:, -2], every[:, -1].amax(dim=0)
-        entropy = lse - ((lses - lse).exp() * means).nan_to_num_(nan=0).sum(dim=0)  # 0 · −inf if a bias masks a shard
+        entropies, largest = every[:, -2], every[:, -1].amax(dim=0)
+        share = above - rest
+        entropy = (share.exp() * (entropies - share)).nan_to_num_(nan=0).sum(dim=0)  # 0 · inf if a bias masks a shard
         metrics = torch.stack(((lse_owner - nll_owner > largest).float(), entropy))
-    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics)
+    lost = (rest - (lse - highest)).nan_to_num_(nan=0)
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, lost=lost)
 
 
 # --------------------------------------------------------------------------------------------------------- backward
@@ -280,6 +285,7 @@ def _recompute(
     main_grad_c: Tensor | None,
     stats: Tensor | None,
     lse: Tensor,
+    lost: Tensor | None,
     columns: Tensor,
     here: Tensor,
     width: int,
@@ -301,7 +307,7 @@ def _recompute(
     o, spread = options_of(*options), Spread.of(group, shards, own, agreed)
     with kernels_on(e):
         grad_rows, grad_lse, same = _upstream(spread, grad_rows, grad_lse)
-        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
+        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o, lost)
         # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
         elsewhere = o.label_smoothing * spread.size / spread.vocab
         share = 1 - o.label_smoothing + elsewhere
@@ -333,15 +339,15 @@ _recompute_op = torch.library.custom_op(
     _recompute,
     mutates_args=("main_grad_c", "stats"),
     schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
-    "Tensor(b!)? stats, Tensor lse, Tensor columns, Tensor here, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
-    f"ScalarType? dtype_bias, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "Tensor(b!)? stats, Tensor lse, Tensor? lost, Tensor columns, Tensor here, int width, ScalarType? dtype_e, "
+    f"ScalarType? dtype_c, ScalarType? dtype_bias, {PLACE}, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_recompute_op.register_fake
 def _(
-    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, columns, here, width, dtype_e, dtype_c, dtype_bias, group,
-    shards, own, agreed, *options,
+    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, lost, columns, here, width, dtype_e, dtype_c, dtype_bias,
+    group, shards, own, agreed, *options,
 ):  # fmt: skip
     """The results' shapes and dtypes; the signature is that of `_recompute`."""
     part = e[: e.shape[0] // len(shards)] if own else e
@@ -355,7 +361,7 @@ def _keep(ctx, inputs) -> None:
 
 
 def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
-    e, c, bias, weights, lse, columns, here, every_lse, e_as, c_as, *state = ctx.saved_tensors
+    e, c, bias, weights, lse, columns, here, every_lse, lost, e_as, c_as, *state = ctx.saved_tensors
     (main_grad_c, stats), (_, shards, own, _) = ctx.written, ctx.place
     o, plan = options_of(*ctx.options), ctx.plan
     if plan is None:
@@ -377,8 +383,8 @@ def _gradients(ctx, grad_rows, grad_lse, recompute, finish_stored):
     if weights is not None:
         grad_rows = grad_rows * weights
     return recompute(
-        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, columns, here, plan.columns,
-        *ctx.dtypes, *ctx.place, *plan.options(o).values(),
+        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, every_lse if own else lse, present(lost), columns, here,
+        plan.columns, *ctx.dtypes, *ctx.place, *plan.options(o).values(),
     )  # fmt: skip
 
 
