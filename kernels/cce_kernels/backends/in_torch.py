@@ -80,10 +80,10 @@ def forward(
         decay = (-rise).exp_()
         z.sub_(anchor[:, None])
         if o.label_smoothing:
-            n_others = chunk.start - ((columns >= 0) & (columns < chunk.start)).long()
-            z.scatter_(1, place, z.gather(1, place).masked_fill_(here, 0))
-            z_sum += z.sum(dim=1) - (n_others * rise).nan_to_num_(nan=0)
-            z.scatter_(1, place, z.gather(1, place).masked_fill_(here, -torch.inf))
+            n_others, at_place = chunk.start - ((columns >= 0) & (columns < chunk.start)).long(), z.gather(1, place)
+            z_sum -= (n_others * rise).nan_to_num_(nan=0)
+            z_sum += z.scatter_(1, place, at_place.masked_fill(here, 0)).sum(dim=1)
+            z.scatter_(1, place, at_place)
         if with_metrics:
             ez_sum.sub_(exp_sum * rise.clamp(max=_FAR)).mul_(decay)
             ez_sum += z.exp().mul_(z).nan_to_num_(nan=0).sum(dim=1)  # 0 · −inf counts as 0
@@ -106,9 +106,8 @@ def forward(
     if o.label_smoothing:
         above = z_target - _finite(largest)
         z_above_mean = above - (z_sum + above) / vocab
-    largest = largest if with_metrics else None
     lost = (rest - (lse - anchor)).nan_to_num_(nan=0)
-    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest, lost)
+    return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest if with_metrics else None, lost)
 
 
 def _finite(largest: Tensor) -> Tensor:
