@@ -178,7 +178,7 @@ def linear_cross_entropy(
     loss = of_targets(loss, shape, shift) if reduction == "none" else loss
     extras: tuple[Any, ...] = (of_targets(lse, shape, shift),) if return_lse else ()
     if metrics is not None and return_metrics:
-        extras = (*extras, mean_metrics(metrics, flat, ignore_index))
+        extras = (*extras, mean_metrics(metrics.detach(), flat, ignore_index))
     if stats is not None:
         extras = (*extras, FilterStats.report(stats))
     return (loss, *extras) if extras else loss

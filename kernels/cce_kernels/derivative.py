@@ -70,7 +70,7 @@ def differentiable(
             None. The first backward pass through a loss may overwrite the state, and then sets `ctx.finished`.
         direct_gradients: like `gradients`, with direct calls instead of custom operators.
         with_entropy: whether the metrics are differentiable: their second row, the entropies. `gradients` then get
-            grad_metrics, too, and the metrics are the last of `ctx.saved_tensors`.
+            grad_metrics, too, and the metrics stand between lse and the state in `ctx.saved_tensors`.
 
     Returns:
         A function of the same inputs that returns loss, LSE and metrics. Loss and LSE are differentiable. Unwanted LSE
@@ -92,7 +92,7 @@ def differentiable(
         # Not main_grad_c and stats (ctx.written): both may be written to before and in the backward pass. An alias of a
         # leaf keeps the memory if its .data is replaced before backward, as by DeepSpeed's ZeRO-3.
         inputs = [x.detach() if x is not None and x.is_leaf else x for x in (e, c, bias, weights)]
-        ctx.save_for_backward(*inputs, lse, *state, *([metrics] if with_entropy else []))
+        ctx.save_for_backward(*inputs, lse, *([metrics] if with_entropy else []), *state)
 
     def setup_op_context(ctx, inputs, output) -> None:
         ctx.mark_non_differentiable(*([] if with_entropy else [output[2]]), *output[3])

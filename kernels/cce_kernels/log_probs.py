@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flags, check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
-from .operators import cross_entropy, cross_entropy_and_entropy
+from .operators import cross_entropy
 from .options import MIB
 from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
 from .row_math import of_targets, without_rows
@@ -81,13 +81,14 @@ def linear_log_probs(
     if not flat.numel():
         nothing = of_targets(without_rows(e, c, bias, main_grad_c), shape, shift)
         return (nothing, nothing) if return_entropy else nothing
-    function = cross_entropy_and_entropy if return_entropy else cross_entropy
-    losses, _, metrics = function(
+    losses, _, metrics = cross_entropy(
         e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, None, None, ignore_index, product_dtype(e, c), "none",
         False, return_entropy, needs, *o.values(),
     )  # fmt: skip
     log_probs = of_targets(-losses, shape, shift)
-    return log_probs if metrics is None or not return_entropy else (log_probs, of_targets(metrics[1], shape, shift))
+    if metrics is None or not return_entropy:
+        return log_probs
+    return log_probs, of_targets(metrics[1].masked_fill(flat == ignore_index, 0), shape, shift)
 
 
 @torch.no_grad()

@@ -192,7 +192,7 @@ def _recompute(
         bias = None if bias is None else bias.contiguous()
         of_entropy = None
         if entropy is not None and grad_entropy is not None:
-            of_rows = where_it_counts(grad_entropy, columns)
+            of_rows, entropy = where_it_counts(grad_entropy, columns), where_it_counts(entropy, columns)
             if lost is not None:  # for exp(z − lse) in place of p
                 of_rows, entropy = of_rows * torch.exp(-lost), entropy - lost
             of_entropy = torch.stack((of_rows, entropy))
@@ -312,16 +312,15 @@ def _keep(ctx, inputs) -> None:
     ctx.options = inputs[13:]
 
 
-def _gradients(ctx, grad_loss, grad_lse, grad_metrics=None, *, recompute, gather, finish_stored, with_entropy=False):
+def _gradients(ctx, grad_loss, grad_lse, grad_metrics, *, recompute, gather, finish_stored):
     direct = finish_stored is _finish_stored  # without custom operators
-    e, c, bias, weights, lse, *kept = ctx.saved_tensors
-    entropy = kept.pop()[1] if with_entropy else None
-    grad_entropy = None if grad_metrics is None else grad_metrics[1]
+    e, c, bias, weights, lse, metrics, *kept = ctx.saved_tensors
+    entropy, grad_entropy = (None, None) if grad_metrics is None else (metrics[1], grad_metrics[1])
     main_grad_c, stats = ctx.written
     if ctx.program is not None:
         once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
         once = once and e.untyped_storage().nbytes() and c.untyped_storage().nbytes()
-        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None:
+        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None and grad_metrics is None:
             gradients = _finish_again(ctx, grad_loss, e, c, weights, kept)
             if stats is not None:
                 FilterStats.write_exact(stats)
@@ -356,7 +355,7 @@ def _gradients(ctx, grad_loss, grad_lse, grad_metrics=None, *, recompute, gather
         ), None  # fmt: skip
     return recompute(
         grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, present(lost), columns, plan.columns, *ctx.dtypes,
-        None if grad_entropy is None else entropy, grad_entropy, *options,
+        entropy, grad_entropy, *options,
     )  # fmt: skip
 
 
@@ -389,56 +388,17 @@ _apply = differentiable(
     _keep,
     partial(_gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op),
     partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored),
+    with_entropy=True,
 )
 
 
 def cross_entropy(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:
-    """Loss, () or (N,), and LSE (N,), fp32, differentiable in e, c and bias; metrics (2, N). See INPUTS and OPTIONS.
+    """Loss, () or (N,), LSE (N,) and metrics (2, N), fp32, differentiable in e, c and bias. See INPUTS and OPTIONS.
 
-    LSE that are not wanted may be None. Metrics that are not wanted are None, or empty under torch.compile.
+    LSE that are not wanted may be None. Metrics that are not wanted are None, or empty under torch.compile. A gradient
+    of the entropies takes four products, also where the plan has stored exponentials.
     """
     return _apply(*inputs)
-
-
-def _with_entropy(
-    e: Tensor, c: Tensor, targets: Tensor, *inputs: Any
-) -> tuple[Tensor, Tensor, Tensor, State, Plan | None]:
-    """As `_cross_entropy` with metrics, which are 0 for ignored rows."""
-    loss, lse, metrics, state, plan = _cross_entropy(e, c, targets, *inputs)
-    assert metrics is not None
-    ignore_index = inputs[4]
-    return loss, lse, metrics.masked_fill_(targets == ignore_index, 0.0), state, plan
-
-
-_with_entropy_op = torch.library.custom_op(
-    f"{NAMESPACE}::cross_entropy_and_entropy",
-    filled(_with_entropy),
-    mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
-)
-
-_with_entropy_op.register_fake(filled(_fake_cross_entropy))
-
-_apply_with_entropy = differentiable(
-    _with_entropy_op,
-    _with_entropy,
-    _keep,
-    partial(
-        _gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op, with_entropy=True
-    ),
-    partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored, with_entropy=True),
-    with_entropy=True,
-)  # fmt: skip
-
-
-def cross_entropy_and_entropy(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cross_entropy` with metrics, whose entropies are differentiable here. Metrics of ignored rows are 0.
-
-    A gradient of the entropies takes four products, also where the plan has stored exponentials.
-    """
-    loss, lse, metrics = _apply_with_entropy(*inputs)
-    assert metrics is not None
-    return loss, lse, metrics
 
 
 def _uniform(reduction: str, with_lse: bool) -> bool:

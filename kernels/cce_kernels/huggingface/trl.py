@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..arguments import gradients_wanted, make_options, product_dtype
-from ..operators import cross_entropy, cross_entropy_and_entropy
+from ..operators import cross_entropy
 
 _NAME = "_ChunkedLogProbFunction"
 
@@ -69,8 +69,7 @@ class FusedHead:
         cap = None if softcap is None else softcap / temperature
         options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
         needs, _ = gradients_wanted(hidden, weight, bias, None)
-        function = cross_entropy_and_entropy if "entropy" in wanted else cross_entropy
-        losses, _, metrics = function(
+        losses, _, metrics = cross_entropy(
             hidden, weight, targets, bias, None, None, None, -100, product_dtype(hidden, weight), "none", False,
             not wanted.isdisjoint(("entropy", "is_top1")), needs, *options.values(),
         )  # fmt: skip

@@ -160,8 +160,8 @@ def rows_kernel(
     if lost_ptr is not None:
         tl.store(lost_ptr + out, tl.where(lost == lost, lost, 0.0), mask=inside)
     if metrics_ptr is not None:
-        tl.store(metrics_ptr + out, (z_target > largest).to(tl.float32), mask=inside)
-        tl.store(metrics_ptr + N + out, entropy, mask=inside)
+        tl.store(metrics_ptr + out, ((z_target > largest) & ~skipped).to(tl.float32), mask=inside)
+        tl.store(metrics_ptr + N + out, tl.where(skipped, 0.0, entropy), mask=inside)
 
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
     tl.store(nll_ptr + out, tl.where(counts == 0, 0.0, nll * counts), mask=inside)

@@ -189,7 +189,7 @@ def test_the_custom_operator_keeps_to_pytorchs_rules(options):
         e, c, targets, bias, None, None, None, IGNORE, FP32, "none", False, True, [True, True, True],
         *Options(**options).values(),
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy_and_entropy.default, arguments)
+    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
 
 
 def test_no_rows_no_gradients_and_no_second_derivative():

@@ -45,8 +45,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (api, log_probs, trl):
         watch(module, "cross_entropy")
-    for module in (log_probs, trl):
-        watch(module, "cross_entropy_and_entropy")
     return found
 
 
