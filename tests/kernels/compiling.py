@@ -187,7 +187,7 @@ def launch_all(
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
-    a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options)
+    a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options, ones)
     with_triton.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
 
 
