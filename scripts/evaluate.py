@@ -37,7 +37,8 @@ def main(config: EvaluateConfig) -> None:
     arch = plan.architecture(vocab_size(directory))
     shape = (trainer.batch_size * trainer.seq_len, arch.hidden_size, arch.vocab_size)
     of_loss = loss_memory(here.loss, *shape, compute_dtype(plan.precision).itemsize)
-    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0)
+    lighter = ["batch_size=1"] * (trainer.batch_size > 1) + ["loss=cce_kahan"] * (not here.loss.name.startswith("cce"))
+    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0, " or ".join(lighter))
     data = open_data(directory, trained.data, here.data)
     model = read_model(directory, arch, plan.device, parameter_dtype(plan.precision))
     shards = data.valid if config.split == "valid" else data.train

@@ -150,7 +150,9 @@ def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not() 
     assert name("trainer.max_steps=400") == name("schedule.steps=400") == "gla-smoke-cce_kahan-steps400-s0"
     tokens = ("trainer.max_steps=null", f"trainer.max_tokens={400 * 8 * 128 + 9}")
     assert name(*tokens) == "gla-smoke-cce_kahan-steps400-s0"
-    assert name("schedule=constant", "trainer.max_steps=20").count("steps20") == 1
+    constant = name("schedule=constant")
+    assert constant == name("schedule=constant", "trainer.max_steps=20") == "gla-smoke-cce_kahan-schedule_constant-s0"
+    assert name("schedule=constant", "schedule.steps=20").count("steps20") == 1, "its warm-up follows from it"
     assert len({name(f"trainer.max_steps={steps}") for steps in (20, 60, 100)}) == 3
 
 

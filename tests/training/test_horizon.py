@@ -78,25 +78,36 @@ class Killed(BaseException):
         raise cls
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small: Small, schedule: str) -> None:
     run = small("run_name=run", f"schedule={schedule}")
     directory = fitted(run).directory.path
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"schedule ends at step 3, and this command's ends at step 9") as error:
         Trainer(load_config([*run, "trainer.max_steps=9"]))
-    for choice in ("schedule.steps=3", f"continue_from={directory}", "another run_name"):
+    assert "schedule.steps=3" not in error.value.remedy, "that schedule has no step left"
+    for choice in (f"continue_from={directory} run_name=run-2", "trainer.resume=never"):
         assert choice in error.value.remedy
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
-def test_a_constant_schedule_goes_on_beyond_its_horizon_without_a_jump(small: Small) -> None:
-    constant = small("schedule=constant", "schedule.steps=3", "schedule.warmup_steps=1")
-    fitted(constant)
-    longer = fitted([*constant, "trainer.max_steps=6"])
-    rates = records(longer.directory.path, "train/lr")
-    assert [step for step, _ in rates] == [1, 2, 3, 4, 5, 6]
-    assert len({rate for _, rate in rates}) == 1
+@pytest.mark.parametrize("more", [[], ["run_name=run"], ["schedule.warmup_steps=2"], ["schedule.steps=20"]])
+@pytest.mark.parametrize(("first", "then"), [(6, 9), (20, 40)])
+def test_a_constant_schedule_goes_on_as_one_that_never_stopped(
+    more: list[str], first: int, then: int, small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = small("schedule=constant", *more)
+    fitted([*constant, f"trainer.max_steps={first}"])
+    capsys.readouterr()
+    longer = fitted([*constant, f"trainer.max_steps={then}"])
+    output = capsys.readouterr().out
+    assert f"resuming at step {first} from" in output
+    assert f"step {then}/{then} |" in output
+    assert "schedule ends" not in output
+    whole = fitted([*constant, f"trainer.max_steps={then}", "group=whole"])
+    for key in ("train/lr", "train/loss_nats"):
+        assert records(longer.directory.path, key) == records(whole.directory.path, key)
+    assert f" schedule.steps={then} " in longer.directory.read_summary()["training"], "reports show all other ends"
 
 
 def labels(points: list[Any]) -> list[str]:

@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
 from linrnn.config.compose import compose_config, leaves, options_of_menu
-from linrnn.config.schema import Config
-from linrnn.config.steps import horizon, sequences_per_step
+from linrnn.config.schema import Config, HubDataConfig
+from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 
 # Operational keys say how a run is watched, stored and ended. They do not change what it computes until its end.
 # A resumed run may change them. They are not part of a run's name or identity; environment.json records their values.
@@ -40,6 +42,10 @@ OPERATIONAL = (
     "parallel.blocks_together",
     "parallel.keep_gathered",
 )
+# Where the data lies: part of a run's name, so that a sweep over texts has a directory for each. It is no part of the
+# identity: the data's fingerprint tells whether a run goes on with the text that it began with.
+_DATA = ("data.path", "data.valid_path", "data.tokenizer")
+_ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 HORIZON = "schedule.steps"
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "schedule", "parallel")
 _SHORT = {
@@ -62,19 +68,55 @@ _MAX_LENGTH = 80
 
 
 def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
-    """Every key of a run's identity with its value. The schedule's end is given as a step.
+    """Every key of a run's identity with its value: :func:`choices` without the places of the data.
 
+    Raises:
+        ConfigError: as :func:`choices`.
+    """
+    return {key: value for key, value in choices(config, world_size).items() if key not in _DATA}
+
+
+def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
+    """Every key that decides what a run computes, with its value. Paths are resolved, so their spelling is no choice.
+
+    The schedule's end is given as a step. A constant schedule has no end of its own: it goes as far as the run.
     A distributed run is identified by the sequences of its steps, however they are split over ranks and micro-steps.
 
     Raises:
         ConfigError: the run has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
     """
     values = {key: value for key, value in _leaves(config) if not _is_operational(key)}
-    values[HORIZON] = horizon(config, world_size)
+    values |= paths(config)
+    end = horizon(config, world_size)
+    if config.schedule.name != CONSTANT:
+        values[HORIZON] = end
     if config.parallel.name != "none":
         del values["trainer.batch_size"], values["trainer.accumulation_steps"]
         values["sequences_per_step"] = sequences_per_step(config, world_size)
     return values
+
+
+def paths(config: Config) -> dict[str, Any]:
+    """Every key that names what a run reads, with its path as :func:`resolved` gives it."""
+    of_hub = {"data.tokenizer", "init_from", *(["data.path"] if isinstance(config.data, HubDataConfig) else [])}
+    values = dict(_leaves(config))
+    keys = [key for key in (*_DATA, "init_from", "continue_from") if key in values]
+    return {key: resolved(values[key], of_hub=key in of_hub) for key in keys}
+
+
+def resolved(path: Any, *, of_hub: bool = False) -> Any:
+    """A path, or a list of paths, in the one spelling that all others lead to; None stays.
+
+    Args:
+        of_hub: `path` may be a name on the hub, which stays as it is.
+    """
+    if isinstance(path, list):
+        several = [resolved(one, of_hub=of_hub) for one in path]
+        return several[0] if len(several) == 1 else several
+    if path is None:
+        return None
+    is_here = os.path.exists(path) or os.path.exists(os.path.dirname(path))
+    return path if of_hub and not is_here and _ON_HUB.fullmatch(path) else os.path.realpath(path)
 
 
 def settings(config: Config) -> dict[str, Any]:
@@ -100,7 +142,7 @@ def run_name(config: Config, world_size: int = 1) -> str:
         return config.run_name
     menu = options_of_menu()
     defaults = {**defaults_of(config), "schedule.name": menu["schedule"]}  # a word among the keys, not among the groups
-    values = identity(config, world_size)
+    values = choices(config, world_size)
     words = [
         getattr(config, group).name
         for group in ("data", "optimizer", "parallel")
@@ -130,13 +172,15 @@ def defaults_of(config: Config) -> dict[str, Any]:
 def _defaults(*options: str) -> dict[str, Any]:
     """Every key with its default value, under these options of the groups."""
     values = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
-    if values[HORIZON] is None:
+    if values[HORIZON] is None and values["schedule.name"] != CONSTANT:
         values[HORIZON] = values["trainer.max_steps"]
     return values
 
 
 def _word(value: Any) -> str:
-    """A value as part of a file name."""
+    """A value as part of a file name. A path shows its last part, and a hash of all of it."""
+    if isinstance(value, str) and os.path.isabs(value):
+        return f"{_word(Path(value).name[:16])}_{hashlib.sha256(value.encode()).hexdigest()[:8]}"
     text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     text = re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")
     return text if len(text) <= 24 else hashlib.sha256(str(value).encode()).hexdigest()[:8]

@@ -74,7 +74,7 @@ class TextSource:
         self.identity = {
             "source": "text",
             "text_field": config.text_field,
-            **{split: [[file.name, hashes.of(file)] for file in files] for split, files in self._files.items()},
+            **{split: [hashes.of(file) for file in files] for split, files in self._files.items()},
         }
         hashes.save()
         files = [file for of_split in self._files.values() for file in of_split]
@@ -139,7 +139,7 @@ class HubSource:
             files = (file for file in sorted(local.rglob("*")) if file.is_file())
             content = [[file.relative_to(local).as_posix(), hashes.of(file)] for file in files]
             hashes.save()
-            self.identity |= {"path": local.name, "files": content}
+            self.identity |= {"path": None, "files": content}
         subset = "" if config.subset is None else f", {config.subset}"
         self.description = f"{config.path}{subset}, {config.train_split}"
 

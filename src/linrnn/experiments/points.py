@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 
 from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
 from linrnn.config.compose import leaves
-from linrnn.config.naming import HORIZON
+from linrnn.config.naming import HORIZON, paths
 from linrnn.config.schema import Config
+from linrnn.config.steps import CONSTANT, ending_at
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
@@ -136,7 +137,7 @@ class Point:
             raise ConfigError(
                 f"{self.directory} holds a run of {summary['steps']} steps, and {self.label} stops at "
                 f"{self.total_steps}",
-                "raise trainer.max_steps (or max_tokens), or choose another group",
+                f"use {ending_at(summary['steps'], self.config)}, or choose another group",
             )
         finished = summary["status"] == "finished" and summary["steps"] == (self.total_steps or summary["steps"])
         return finished or summary["status"] in ANSWERS
@@ -167,8 +168,8 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
             label = " ".join(override for override in overrides if override not in common) or directory.name
             if directory not in found:
                 found[directory] = _foresee(tuple(last_of_each(overrides)), config, directory, label, ranks)
-            elif config != found[directory].config:
-                raise _shared_directory(found[directory], config, label)
+            elif keys := _keys_apart(found[directory].config, config, ranks):
+                raise _shared_directory(found[directory], config, label, keys)
     return list(found.values())
 
 
@@ -185,15 +186,21 @@ def check_parallel(config: Config, ranks: int) -> None:
         )
 
 
-def _shared_directory(first: Point, config: Config, label: str) -> ConfigError:
-    there, here = (dict(leaves(dataclasses.asdict(one))) for one in (first.config, config))
-    keys = sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key))
+def _keys_apart(first: Config, second: Config, ranks: int) -> list[str]:
+    """The keys in which two points differ, but for the spelling of paths."""
+    here, there = ({**dict(leaves(dataclasses.asdict(one))), **paths(one)} for one in (first, second))
+    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+
+
+def _shared_directory(first: Point, config: Config, label: str, keys: list[str]) -> ConfigError:
     told = f"names do not tell these values of {', '.join(keys)} apart"
     remedy = f"{told}: leave it out of the sweep, or give each value its own group"
-    if first.config.run_name:
+    if config.run_name:
         remedy = "leave run_name out, so that each point is named after what it varies"
     elif "trainer.max_steps" in keys or "trainer.max_tokens" in keys:
         remedy = f"leave {HORIZON}=null, so that the schedule of each ends with its steps and its name says where"
+        if config.schedule.name == CONSTANT:
+            remedy = "a constant schedule has no end, so they are one run: keep the longest, or use schedule=cosine"
     return ConfigError(f"the points {first.label} and {label} would share {first.directory}", remedy)
 
 

@@ -4,7 +4,9 @@ Its files: config.yaml, environment.json, metrics.jsonl (the source of truth), s
 """
 
 import contextlib
+import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 LOG = "train.log"
 CHECKPOINTS = "checkpoints"
-_ASIDE = "trainer.resume=never moves the old run aside and starts again"
+ASIDE = "trainer.resume=never moves the old run aside and starts again"
 
 
 class RunDirectory:
@@ -142,7 +144,7 @@ class RunDirectory:
         if not self._lock.take():
             raise ConfigError(
                 f"another process is writing to {self.path}",
-                "wait for it, or give this run another run_name or group",
+                f"wait for it, or use {self.another_name} for another run",
             )
 
     def _check(self) -> None:
@@ -155,16 +157,40 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
-        there = with_new_names(read_object(self.path / IDENTITY, remedy=_ASIDE))
+        there = with_new_names(read_object(self.path / IDENTITY, remedy=ASIDE))
         here = json.loads(json.dumps(self._identity))
         changed = differences(there, here)
-        if there.keys() == here.keys() and len(changed) == 1 and there[HORIZON] != here[HORIZON]:
-            raise another_horizon(self.path, there[HORIZON], here[HORIZON])
-        if changed:
+        if not changed:
+            return
+        if [*changed] != [HORIZON] or there.keys() != here.keys():
             raise ConfigError(
-                f"{self.path} holds a run of another configuration ({'; '.join(changed)})",
-                "choose another run_name or group, or trainer.resume=never to move the old run aside",
+                f"{self.path} holds a run of another configuration ({in_words(changed)})",
+                f"{self.another_name} begins another run; {ASIDE}",
             )
+        its_end, end = changed[HORIZON]
+        same = end < its_end and self.steps_done <= end
+        raise ConfigError(
+            f"{self.path} holds a run whose schedule ends at step {its_end}, and this command's ends at step {end}: "
+            "its learning rate would jump",
+            (f"{HORIZON}={its_end} trainer.max_steps={end} continues the run on its own schedule; " if same else "")
+            + f"{self.taking_over(here['init_from'])} trains on from its state under the new schedule; "
+            f"{self.another_name} begins another run; {ASIDE}",
+        )
+
+    @property
+    def another_name(self) -> str:
+        """The overrides that give a command a directory of its own beside this one."""
+        return f"run_name={_unused(self.path, '-', 2).name}" + (" trainer.resume=auto" * (self._resume == "must"))
+
+    def taking_over(self, init_from: str | None) -> str:
+        """The overrides with which another run, whose command has `init_from`, takes over this one's state."""
+        return f"{continuing(self.path)}{' init_from=null' if init_from else ''} {self.another_name}"
+
+    @property
+    def steps_done(self) -> int:
+        """The step of the newest checkpoint; 0 without one."""
+        names = [path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     @property
     def begins_anew(self) -> bool:
@@ -182,7 +208,7 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any] | None:
         """The summary of an earlier process of this run, if one was written."""
         path = self.path / SUMMARY
-        return read_object(path, ("status", "steps"), _ASIDE) if path.exists() else None
+        return read_object(path, ("status", "steps"), ASIDE) if path.exists() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(content, indent=2, allow_nan=False) + "\n")
@@ -203,25 +229,28 @@ def _not_written(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
 
 
-def another_horizon(path: Path, there: int, here: int) -> ConfigError:
-    """The error for continuing a run under a schedule that ends at another step: its learning rate would jump."""
-    return ConfigError(
-        f"{path} holds a run whose schedule ends at step {there}, and this command's ends at step {here}: "
-        "its learning rate would jump",
-        f"{HORIZON}={there} continues the run; continue_from={path} trains on under a new schedule and another "
-        "run_name; another run_name or group begins anew",
-    )
+def continuing(path: Path) -> str:
+    """The override with which another run takes over the state of the run at `path`."""
+    return shlex.quote(f"continue_from={path}")
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Keys with different values in two flattened configurations, as `key: old -> new`."""
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of each key that differs between two flattened configurations."""
     absent = "(absent)"
-    pairs = ((key, old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys()))
-    return [f"{key}: {before} -> {after}" for key, before, after in pairs if before != after]
+    pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in sorted(old.keys() | new.keys())}
+    return {key: (before, after) for key, (before, after) in pairs.items() if before != after}
+
+
+def in_words(changed: dict[str, tuple[Any, Any]]) -> str:
+    """Differences as `key: old -> new; …`."""
+    return "; ".join(f"{key}: {before} -> {after}" for key, (before, after) in changed.items())
 
 
 def _move_aside(path: Path) -> Path:
-    number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return path.rename(target)
+    return path.rename(_unused(path, ".", 1))
+
+
+def _unused(path: Path, joint: str, first: int) -> Path:
+    """The first of `<path><joint><number>` that does not exist."""
+    names = (path.with_name(f"{path.name}{joint}{number}") for number in itertools.count(first))
+    return next(name for name in names if not name.exists())

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import overrides_of
-from linrnn.config.naming import HORIZON, defaults_of
+from linrnn.config.naming import HORIZON, defaults_of, paths
 from linrnn.config.schema import Config, VocabConfig
-from linrnn.config.steps import horizon
+from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import GIB
-from linrnn.runs.directory import LOG, METRICS, SUMMARY
+from linrnn.runs.directory import LOG, METRICS, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
@@ -89,8 +89,7 @@ def _training(config: Config, world_size: int) -> str:
     values |= {f"schedule.{key}": value for key, value in dataclasses.asdict(config.schedule).items()}
     values |= {
         HORIZON: horizon(config, world_size),
-        "init_from": config.init_from,
-        "continue_from": config.continue_from,
+        **{key: path for key, path in paths(config).items() if not key.startswith("data.")},
         "data.reset_at_document": config.data.reset_at_document,
         "size.tie_embeddings": config.size.tie_embeddings,
         "trainer.valid_tokens": config.trainer.valid_tokens,
@@ -155,16 +154,19 @@ def memory_lines(components: dict[str, int]) -> list[str]:
     return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
 
 
-def finished_lines(directory: Path, steps: int, horizon: int) -> list[str]:
+def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon: int) -> list[str]:
     """What a command prints if its run is finished already: nothing was done, and how to go on."""
+    longer, another = ending_at(2 * steps, config), directory.another_name
     lines = [
-        f"{directory} is finished: {steps} steps; nothing was run or written",
+        f"{directory.path} is finished: {steps} steps; nothing was run or written",
         "  -> trainer.resume=never moves it aside and runs it again",
-        f"  -> continue_from={directory} trains on from its state, as another run with its own schedule",
-        "  -> schedule.steps=… trainer.max_steps=… trains under a longer schedule, from step 0",
+        f"  -> {directory.taking_over(config.init_from)} trains on from its state, under a schedule of its own",
+        f"  -> {HORIZON}={2 * steps} {longer} {another} trains under a longer schedule, from step 0",
     ]
-    if steps < horizon:
-        lines.insert(1, f"  -> a larger trainer.max_steps continues it, to step {horizon}, where its schedule ends")
+    if config.schedule.name == CONSTANT:
+        lines[-1] = f"  -> {longer}, say, continues it: a constant schedule has no end"
+    elif steps < horizon:
+        lines.insert(1, f"  -> {ending_at(horizon, config)} continues it, to the end of its schedule")
     return lines
 
 

@@ -28,6 +28,7 @@ from linrnn.training.starting import (
     find_weights,
     newest_checkpoint,
     progress_to_resume,
+    related,
     starting_again,
     unlike,
 )
@@ -85,9 +86,10 @@ class BuiltRun:
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
+            budget = "" if config.memory_budget_gib is None else ", or a larger memory_budget_gib"
             raise out_of_memory(
                 f"out of memory while the model was built: {first_line(error)}",
-                "use a smaller size, a smaller size.vocab_size or a larger memory_budget_gib",
+                f"use a smaller size or size.vocab_size{budget}",
             ) from error
         self.saver = checkpoint.Saver(self.directory.checkpoints, config.trainer.keep_checkpoints)
         self.state = RunState()
@@ -152,7 +154,7 @@ class BuiltRun:
 
     # ---------------------------------------------------------------------------------------- where the run stands
     def notes(self) -> list[str | None]:
-        """Lines for the user before the first step: about weights, loss and memory, and when checkpoints are written.
+        """Lines for the user before the first step: about runs like this one, weights, loss, memory and checkpoints.
 
         Raises:
             StorageError: the disk cannot hold the checkpoints.
@@ -164,7 +166,9 @@ class BuiltRun:
         tokens = self.plan.sequences_of_rank * self.config.trainer.seq_len
         arch = self.architecture
         of_loss = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute_dtype(self.precision))
-        return [self._changes_note, remark, self._float8_note, of_loss, self._memory_note, room]
+        new = first and not (self.step or self.state.continues or self.directory.begins_anew)
+        like = related(self.directory, self.plan, self.data) if new else None
+        return [like, self._changes_note, remark, self._float8_note, of_loss, self._memory_note, room]
 
     def progress(self) -> checkpoint.Progress:
         """Where the run stands, as a checkpoint records it."""

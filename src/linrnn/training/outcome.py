@@ -24,6 +24,7 @@ from linrnn.runs.metrics import finite
 from linrnn.runs.summary import memory_lines, names_of_run, status_of
 from linrnn.training.build import BuiltRun
 from linrnn.training.evaluation import Evaluation
+from linrnn.training.plan import lighter
 from linrnn.training.runtime import device_name
 
 
@@ -77,20 +78,7 @@ def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> Ou
     foreseen = run.plan.training_state(run.architecture) if estimate is None else estimate.components()
     for line in memory_lines(foreseen) if estimate else [*memory_lines(foreseen), "  all else: unknown"]:
         say(line)
-    config, trainer = run.config, run.config.trainer
-    options = [
-        f"trainer.batch_size={max(trainer.batch_size // 2, 1)} with "
-        f"trainer.accumulation_steps={2 * trainer.accumulation_steps}"
-        if trainer.batch_size > 1
-        else "a shorter trainer.seq_len",
-        "trainer.activation_checkpointing=full" if trainer.activation_checkpointing != "full" else None,
-        "loss=cce_kahan" if not config.loss.name.startswith("cce") else None,
-        "parallel=fsdp" if config.parallel.name == "ddp" and config.optimizer.name != "muon" else None,
-    ]
-    return out_of_memory(
-        f"out of memory {where}: {first_line(error)}",
-        "try " + ", or ".join(option for option in options if option),
-    )
+    return out_of_memory(f"out of memory {where}: {first_line(error)}", f"try {lighter(run.config)}")
 
 
 def conclude(

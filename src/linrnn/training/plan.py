@@ -6,15 +6,17 @@ kernels; CPU kernels need more, so the figures are lower bounds. A GPU raises it
 nothing. There only what no step could hold is rejected.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from linrnn import costs
-from linrnn.config import steps
+from linrnn.config import last_of_each, load_config, overrides_of, steps
+from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config, FsdpConfig, MuonConfig, VocabConfig
-from linrnn.core.errors import ConfigError, OutOfMemoryError, UnsupportedError
+from linrnn.core.errors import ConfigError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
@@ -24,10 +26,9 @@ from linrnn.models.architecture import Architecture, resolve
 from linrnn.runs.loggers import check_wandb
 from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.execution.float8 import check_float8
-from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
+from linrnn.training.runtime import a_gpu, compute_dtype, resolve_device, resolve_precision
 
 FP32 = 4  # bytes
-SMALLER = "a smaller size or trainer.batch_size, trainer.activation_checkpointing=full, or loss=cce_kahan"
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def make_training_plan(config: Config) -> Plan:
     if config.trainer.memory_snapshot and plan.device.type != "cuda":
         raise UnsupportedError(
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
-            "use trainer.memory_snapshot=false or device=cuda",
+            f"use trainer.memory_snapshot=false, or {a_gpu()}",
         )
     trainer = config.trainer
     if trainer.activation_checkpointing == "selective" and trainer.compile != "none":
@@ -193,7 +194,7 @@ def make_training_plan(config: Config) -> Plan:
     if config.init_from and config.continue_from:
         raise ConfigError(
             "init_from and continue_from are both given",
-            "init_from takes weights alone, continue_from the optimizer's state as well: use one of them",
+            "use continue_from=null to take weights alone, or init_from=null to take the optimizer's state as well",
         )
     return plan
 
@@ -203,11 +204,12 @@ def _check_trace(plan: Plan) -> None:
     trainer, steps_of_run = plan.config.trainer, plan.total_steps
     skipped = trainer.warmup_measurement_steps
     if trainer.profile_steps and steps_of_run <= skipped:
+        longer = steps.ending_at(skipped + trainer.profile_steps, plan.config)
+        longer += f" {HORIZON}=null" if plan.config.schedule.steps else ""
         raise ConfigError(
             f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {steps_of_run}, and the trace "
             f"begins after trainer.warmup_measurement_steps={skipped}",
-            f"use trainer.max_steps={skipped + trainer.profile_steps}, or "
-            f"trainer.warmup_measurement_steps={steps_of_run - 1} or less",
+            f"use {longer}, or trainer.warmup_measurement_steps={steps_of_run - 1} or less",
         )
 
 
@@ -249,8 +251,8 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         least, processes = max(state, estimate.peak if estimate else 0), ranks_here()
         each = f" in each of {processes} processes" if processes > 1 else ""
         what = f"a training step needs {least / GIB:.1f} GiB or more{each} ({parts})"
-        check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
-        check_memory(processes * least, what, SMALLER)
+        check_memory(processes * state, what, lambda: "a smaller size")  # a smaller batch would not help
+        check_memory(processes * least, what, lambda: lighter(plan.config))
         return None
     total = torch.cuda.get_device_properties(plan.device).total_memory
     budget = plan.config.memory_budget_gib
@@ -259,7 +261,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
     if state > there:
         raise OutOfMemoryError(
             f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {there / GIB:.1f}",
-            "use a smaller size, trainer.precision=bf16, or parallel=fsdp on several GPUs",
+            f"use {', '.join(_less_state(plan))}",
         )
     if estimate and estimate.peak > there:
         needed = f"a step is foreseen to need {estimate.peak / GIB:.1f} GiB ({parts})"
@@ -267,12 +269,52 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
     return None
 
 
-def check_memory(needed: int, what: str, remedy: str) -> None:
+def lighter(config: Config) -> str:
+    """What could make a step of this run take less memory, with or between the keys that it has: all of it runs."""
+    batch, accumulation = config.trainer.batch_size, config.trainer.accumulation_steps
+    divisor = next((number for number in range(2, batch + 1) if batch % number == 0), 1)
+    ways = [
+        f"trainer.batch_size={batch // divisor} trainer.accumulation_steps={divisor * accumulation}",
+        "trainer.activation_checkpointing=full",
+        "" if config.loss.name.startswith("cce") else "loss=cce_kahan",
+        "parallel=fsdp" if config.parallel.name == "ddp" else "",
+    ]
+    able = [way for way in ways if _changes(config, way)]
+    return ", or ".join([*able, "a smaller size" if batch > 1 else "a smaller size or trainer.seq_len"])
+
+
+def _changes(config: Config, way: str) -> bool:
+    """Whether these overrides change the run, and it can run with them."""
+    groups = [f"{override.partition('=')[0]}." for override in way.split() if "." not in override.partition("=")[0]]
+    kept = [override for override in overrides_of(config) if not override.startswith(tuple(groups))]
+    try:
+        changed = load_config(last_of_each([*kept, *way.split()]))
+        make_training_plan(changed)
+    except LinrnnError:
+        return False
+    return changed != config
+
+
+def _less_state(plan: Plan) -> list[str]:
+    """What could make parameters, gradients and optimizer state take less memory, beyond what is in use."""
+    config, ways = plan.config, ["a smaller size"]
+    if plan.precision != "bf16":
+        ways.append("trainer.precision=bf16")
+    if config.memory_budget_gib is not None:
+        ways.append("a larger memory_budget_gib")
+    if isinstance(config.parallel, FsdpConfig):
+        ways.append("more GPUs")
+    elif not isinstance(config.optimizer, MuonConfig):
+        ways.append("parallel=fsdp on several GPUs")
+    return [*ways[:-1], f"or {ways[-1]}"] if len(ways) > 1 else ways
+
+
+def check_memory(needed: int, what: str, remedy: Callable[[], str]) -> None:
     """On a CPU, reject what needs more bytes than are free.
 
     Args:
         what: a sentence with the expected figure.
-        remedy: what to use instead.
+        remedy: gives what to use instead.
 
     Raises:
         UnsupportedError: this machine has fewer bytes free.
@@ -281,15 +323,16 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
     if there is not None and needed > there:
         raise UnsupportedError(
             f"{what}, and {there / GIB:.1f} GiB of memory are free here",
-            f"use {remedy}; or free memory, or use a GPU or a larger machine",
+            f"use {remedy()}; or free memory, or use a GPU or a larger machine",
         )
 
 
-def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0) -> None:
+def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0, lighter: str = "") -> None:
     """On a CPU, reject a model whose fp32 weights do not fit (for evaluation, generation, sparsity).
 
     Args:
         loss_bytes: bytes that the loss holds in addition.
+        lighter: what would make the loss hold less; "" if nothing would.
 
     Raises:
         UnsupportedError: weights and loss need more than this machine has free.
@@ -297,4 +340,4 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
-        check_memory(needed, what, f"a smaller {'batch_size or model, or loss=cce_kahan' if loss_bytes else 'model'}")
+        check_memory(needed, what, lambda: " or ".join(filter(None, ["a smaller model", lighter])))

@@ -52,6 +52,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def a_gpu() -> str:
+    """For remedies: how a run that is on the CPU gets a GPU."""
+    return "device=cuda" if torch.cuda.is_available() else "a machine with a GPU"
+
+
 def resolve_precision(name: str, device: torch.device) -> str:
     """`auto` is `bf16_autocast` on a GPU and `fp32` on the CPU."""
     if name == "auto":
@@ -138,7 +143,7 @@ def check_memory_budget(gib: float | None, device: torch.device) -> float | None
     if gib is None:
         return None
     if device.type != "cuda":
-        raise ConfigError("memory_budget_gib needs a GPU", "use memory_budget_gib=null or device=cuda")
+        raise ConfigError("memory_budget_gib needs a GPU", f"use memory_budget_gib=null, or {a_gpu()}")
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     if not 0 < gib <= total:
         raise ConfigError(

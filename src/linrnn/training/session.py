@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import identity, run_name
+from linrnn.config.naming import choices
 from linrnn.config.schema import Config
-from linrnn.core.errors import LinrnnError
+from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.core.output import say
 from linrnn.data import PreparedData
 from linrnn.distributed import Ranks
 from linrnn.models import tuning
 from linrnn.models.architecture import Architecture
-from linrnn.runs.directory import LOG, SUMMARY, RunDirectory
+from linrnn.runs.directory import ASIDE, LOG, SUMMARY, RunDirectory
 from linrnn.runs.environment import command_line, describe_process
 from linrnn.runs.figures import wall_seconds_of_run
 from linrnn.runs.loggers import Console, Silence, WandbMirror
@@ -39,10 +40,9 @@ class Session:
     def __init__(self, config: Config, plan: Plan, ranks: Ranks) -> None:
         self._config, self._plan, self._ranks = config, plan, ranks
         self.name = run_name(config, plan.world_size)
-        self._identity = identity(config, plan.world_size)
         self.directory = RunDirectory(
             Path(config.results_dir) / config.group / self.name,
-            identity=self._identity,
+            identity=identity(config, plan.world_size),
             resume=config.trainer.resume,
         )
         self.console: Silence = Silence()
@@ -56,15 +56,24 @@ class Session:
             self.directory.open()
             closing.callback(self.directory.close)
 
-    def finished(self) -> dict[str, Any] | None:
-        """The summary if the run has nothing left to do, else None. Prints how to go on; writes nothing."""
+    def finished(self, data: PreparedData) -> dict[str, Any] | None:
+        """The summary if the run has nothing left to do, else None. Prints how to go on; writes nothing.
+
+        Raises:
+            ConfigError: the run has more steps than this command asks for, or was finished on other data.
+        """
         summary = None if self.directory.begins_anew else self.directory.read_summary()
         if summary is None or summary["status"] != "finished":
             return None
+        if summary.get("data_fingerprint") not in (None, data.fingerprint):
+            raise ConfigError(
+                f"{self.directory.path} holds a finished run on other data: text, tokenizer or options have changed",
+                f"{self.directory.another_name} begins another run; {ASIDE}",
+            )
         check_not_beyond(summary["steps"], self._plan, self.directory)
         if summary["steps"] < self._plan.total_steps:
             return None
-        for line in finished_lines(self.directory.path, summary["steps"], self._plan.horizon):
+        for line in finished_lines(self._config, self.directory, summary["steps"], self._plan.horizon):
             say(line)
         return summary
 
@@ -94,7 +103,7 @@ class Session:
                 run_name=self.name,
                 group=self._config.group,
                 tags=[getattr(self._config, group).name for group in ("model", "size", "loss", "data")],
-                hyperparameters=self._identity,
+                hyperparameters=choices(self._config, self._plan.world_size),
                 history=self.records,
                 say=self.console.line,
             )
@@ -159,7 +168,7 @@ class Session:
             + (f" x {groups} {unit}) " if plan.world_size > 1 else ") ")
             + f"-> {self.directory.path}"
         )
-        if plan.horizon != plan.total_steps:
+        if plan.horizon != plan.total_steps:  # never of a constant schedule
             say_line(f"the {config.schedule.name} schedule ends at step {plan.horizon}")
         for note in notes:
             if note:

@@ -58,7 +58,7 @@ class Trainer(BuiltRun):
         """
         with contextlib.ExitStack() as closing:
             self.session.open(closing)
-            if finished := self.ranks.from_first(self.session.finished):
+            if finished := self.ranks.from_first(lambda: self.session.finished(self.data)):
                 return finished
             self._begin(closing)
             with self.stop, collected_at_known_points():

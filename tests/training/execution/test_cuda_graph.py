@@ -39,14 +39,15 @@ LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused(override: str, words: str, small: Small) -> None:
+    config = load_config(small(GRAPH, override))
     with pytest.raises(ConfigError, match=words) as caught:
-        Trainer(load_config(small(GRAPH, override)))
+        check_cuda_graph(config, torch.device("cuda"), 1, config.trainer.max_steps)
     assert "trainer.cuda_graph=false" in caught.value.remedy
 
 
 def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small: Small) -> None:
     with pytest.raises(UnsupportedError, match="loss=torch_native: its host may wait for the GPU") as caught:
-        Trainer(load_config(small(GRAPH, "loss=torch_native")))
+        check_cuda_graph(load_config(small(GRAPH, "loss=torch_native")), torch.device("cuda"), 1, 9)
     assert "cce_kahan" in caught.value.remedy
 
 

@@ -33,6 +33,8 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
         UnsupportedError: the device is a CPU, or the loss's host may wait for the GPU.
         ConfigError: a key of the configuration changes the passes from step to step, or was not tried with a graph.
     """
+    if device.type != "cuda":  # first: no other remedy would help
+        raise UnsupportedError(f"{WHAT} needs a GPU, and this run is on the CPU", OFF)
     trainer, parallel = config.trainer, config.parallel
     several_models = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
     hindrances = {
@@ -69,8 +71,6 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
         if found:
             raise ConfigError(f"{WHAT}: {cause}", f"use {remedy}, or trainer.cuda_graph=false")
     check_capturable(config.loss)
-    if device.type != "cuda":
-        raise UnsupportedError(f"{WHAT} needs a GPU, and this run is on the CPU", OFF)
 
 
 class GraphedPasses:

@@ -22,10 +22,10 @@ class Schedule:
         optimizer: :meth:`apply` sets the rate of its groups.
         config: shape, warm-up and decay.
         lr: the peak.
-        horizon: the step at which the schedule ends. A run may stop before it. Beyond it, only `constant` has a rate.
+        horizon: the step at which the schedule ends. A run may stop before it. `constant` has no end of its own.
 
     Raises:
-        ConfigError: the warm-up (and the WSD decay) do not fit into the schedule.
+        ConfigError: the warm-up (and the WSD decay) do not fit into a schedule that falls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, lr: float, horizon: int) -> None:
@@ -33,17 +33,16 @@ class Schedule:
         self.config = config
         self.lr = lr
         self.horizon = horizon
-        self.warmup_steps = horizon // 10 if config.warmup_steps is None else config.warmup_steps
+        falls = isinstance(config, FallingConfig)
+        a_tenth = (horizon if falls else config.steps or 0) // 10  # a constant schedule has no end of its own
+        self.warmup_steps = a_tenth if config.warmup_steps is None else config.warmup_steps
         self.decay_steps = round(config.decay_fraction * horizon) if isinstance(config, WsdConfig) else 0
-        if self.warmup_steps > horizon:
+        if falls and self.warmup_steps + self.decay_steps > horizon:
+            decay = f" and {self.decay_steps} decay steps" if self.decay_steps else ""
+            longer = "a smaller schedule.decay_fraction" if decay else f"schedule.steps={self.warmup_steps} or more"
             raise ConfigError(
-                f"schedule.warmup_steps={self.warmup_steps} exceeds the schedule's {horizon} steps",
-                "lower schedule.warmup_steps (null: a tenth of the schedule) or raise trainer.max_steps",
-            )
-        if self.warmup_steps + self.decay_steps > horizon:
-            raise ConfigError(
-                f"{self.warmup_steps} warm-up + {self.decay_steps} decay steps exceed {horizon} steps",
-                "lower schedule.warmup_steps or schedule.decay_fraction, or raise trainer.max_steps",
+                f"schedule.warmup_steps={self.warmup_steps}{decay} exceed the schedule's {horizon} steps",
+                f"lower it to schedule.warmup_steps={horizon - self.decay_steps} or less, or use {longer}",
             )
 
     def describe(self) -> dict[str, Any]:
@@ -51,11 +50,14 @@ class Schedule:
         config = self.config
         return {
             "schedule": config.name,
-            "horizon": self.horizon,
             "lr": self.lr,
             "warmup_steps": self.warmup_steps,
             "decay_steps": self.decay_steps,
-            **({"min_lr_ratio": config.min_lr_ratio} if isinstance(config, FallingConfig) else {}),
+            **(
+                {"horizon": self.horizon, "min_lr_ratio": config.min_lr_ratio}
+                if isinstance(config, FallingConfig)
+                else {}
+            ),
         }
 
     def lr_multiplier(self, step: int) -> float:

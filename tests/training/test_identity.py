@@ -1,0 +1,218 @@
+"""A run is known by what it computes and by the text that it reads, however its command spells a path."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fitting import fitted, losses
+
+from linrnn.config import last_of_each, load_config, run_name
+from linrnn.config.naming import resolved
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.experiments.points import foresee
+from linrnn.runs.summary import names_of_run
+
+Small = Callable[..., list[str]]
+SIX = ("schedule.steps=6", "trainer.max_steps=6")
+THREE = ("schedule.steps=6", "trainer.max_steps=3")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory and home, with a folder of texts and links to folder and text."""
+    home = tmp_path / "home"
+    (home / "texts").mkdir(parents=True)
+    for name in ("a", "b"):
+        text = "\n\n".join(f"the cat {name} number {i} sat on mat number {i * i % 97} again" for i in range(300))
+        (home / f"texts/{name}.txt").write_text(text, encoding="utf-8")
+    (home / "linked").symlink_to("texts")
+    (home / "other_name.txt").symlink_to("texts/a.txt")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.fixture
+def on_text(small: Small, home: Path) -> Small:
+    """Overrides of a run on text: a tokenizer of 300 entries is trained on it."""
+    kept = [override for override in small() if not override.startswith("data.n_")]
+    kept += ["data=text", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
+    return lambda *more: last_of_each([*kept, *more])
+
+
+SPELLINGS = ("texts/a.txt", "./texts/a.txt", "texts//a.txt", "texts/../texts/a.txt", "HOME/texts/a.txt")
+LINKS = ("linked/a.txt", "HOME/linked/a.txt", "other_name.txt", "~/texts/a.txt", "~/other_name.txt")
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.valid_path", "data.tokenizer", "init_from", "continue_from"])
+def test_names_do_not_depend_on_the_spelling_of_a_path(key: str, on_text: Small, home: Path) -> None:
+    spelt = [path.replace("HOME", str(home)) for path in (*SPELLINGS, *LINKS)]
+    names = {run_name(load_config(on_text("data.path=texts", f"{key}={path}"))) for path in spelt}
+    assert len(names) == 1, names
+    other = run_name(load_config(on_text("data.path=texts", f"{key}=texts/b.txt")))
+    assert other not in names
+    folders = ("texts", "texts/", "./texts/.", "linked", "linked/", f"{home}/texts", "~/linked/", "nothing/../texts")
+    assert len({run_name(load_config(on_text("data.path=b.txt", f"{key}={path}"))) for path in folders}) == 1
+    assert "-path_a.txt_" in run_name(load_config(["data=text", "data.path=texts/a.txt"])), "for people"
+
+
+def test_a_name_on_the_hub_is_no_path_and_a_list_is_many(home: Path) -> None:
+    for name in ("gpt2", "openai-community/gpt2"):
+        assert resolved(name, of_hub=True) == name
+    (home / "gpt2").mkdir()
+    assert resolved("gpt2", of_hub=True) == resolved("./gpt2/") == str(home / "gpt2")
+    assert resolved("texts/gone", of_hub=True) == str(home / "texts/gone"), "its folder is here"
+    assert resolved(["linked/a.txt", "texts/b.txt"]) == [f"{home}/texts/a.txt", f"{home}/texts/b.txt"]
+    assert resolved(["linked/a.txt"]) == resolved("texts/a.txt")
+    assert resolved("texts/*.txt") == resolved("linked/../texts//*.txt") == f"{home}/texts/*.txt"
+    assert resolved(None) is None
+
+
+@pytest.mark.parametrize("spelling", ["HOME/texts/a.txt", "linked/a.txt", "~/other_name.txt"])
+def test_a_run_goes_on_under_another_spelling_of_its_path(spelling: str, on_text: Small, home: Path) -> None:
+    first = fitted(on_text("data.path=texts/a.txt", *THREE))
+    second = fitted(on_text(f"data.path={spelling.replace('HOME', str(home))}", *SIX))
+    assert second.directory.path == first.directory.path
+    assert "resuming at step 3" in (second.directory.path / "train.log").read_text()
+    assert len(losses(second)) == 6
+
+
+def test_a_run_goes_on_under_another_spelling_of_the_run_that_it_began_from(small: Small, tmp_path: Path) -> None:
+    source = fitted(small(*THREE)).directory.path
+    (tmp_path / "link").symlink_to(source)
+    for key in ("init_from", "continue_from"):
+        spelt = (source, f"{source}/", os.path.relpath(source), tmp_path / "link")
+        runs = [fitted(small(*THREE, f"{key}={path}", "group=other")) for path in spelt]
+        assert len({run.directory.path for run in runs}) == 1
+        assert len({names_of_run(run.config, "", 1)["training"] for run in runs}) == 1, "reports compare it"
+
+
+def test_a_named_run_goes_on_when_its_text_and_tokenizer_have_moved(on_text: Small, home: Path) -> None:
+    first = fitted(on_text("data.path=texts/a.txt", "run_name=foo", *THREE))
+    (home / "elsewhere").mkdir()
+    shutil.copy(home / "texts/a.txt", home / "elsewhere/renamed.txt")
+    shutil.copy(first.directory.path / "tokenizer.json", home / "elsewhere/tokenizer.json")
+    moved = on_text("data.path=elsewhere/renamed.txt", "data.tokenizer=elsewhere/tokenizer.json", "run_name=foo")
+    second = fitted([*moved, *SIX])
+    assert "resuming at step 3" in (second.directory.path / "train.log").read_text()
+
+
+def test_other_text_under_the_same_path_is_no_continuation(on_text: Small, home: Path) -> None:
+    run = on_text("data.path=texts/a.txt", "data.tokenizer=null")
+    finished = fitted(run)
+    shutil.copy(home / "texts/b.txt", home / "texts/a.txt")
+    with pytest.raises(ConfigError, match="holds a finished run on other data") as error:
+        fitted(run)
+    assert "trainer.resume=never" in error.value.remedy
+    early = fitted([*run, "group=early", *THREE])
+    (early.directory.path / "summary.json").unlink()  # as of a run that was killed
+    (home / "texts/a.txt").write_text((home / "texts/b.txt").read_text() * 2, encoding="utf-8")
+    with pytest.raises(DataError, match="the checkpoint's data position has fingerprint="):
+        fitted([*run, "group=early", *SIX])
+    assert finished.directory.read_summary()["status"] == "finished"
+
+
+def test_two_spellings_are_one_point_of_a_sweep(on_text: Small, home: Path) -> None:
+    points = [on_text(f"data.path={path}") for path in ("texts/a.txt", "./linked/a.txt", "texts/b.txt")]
+    assert len(foresee(points)) == 2
+
+
+# ------------------------------------------------------------------------------------------------- runs like this one
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
+
+
+def continued(line: str) -> list[list[str]]:
+    """The overrides of each way that the line offers."""
+    ways = [way.split(" continues it")[0] for way in line.split(": ", 1)[1].split("; ")]
+    return [[word for word in way.split() if "=" in word] for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "keys", "number"),
+    [
+        (["trainer.max_steps=6"], ["trainer.max_steps=9"], "trainer.max_steps alone", 1),
+        (THREE, ["trainer.max_steps=5"], "trainer.max_steps alone", 2),
+        (THREE, ["trainer.max_steps=5", "schedule.steps=5"], "schedule.steps alone", 2),
+        (THREE, ["trainer.max_steps=null", "trainer.max_tokens=800"], "trainer.max_tokens alone", 2),
+        (THREE, ["trainer.max_steps=2"], "trainer.max_steps alone", 1),
+        ([*THREE, "run_name=foo"], ["trainer.max_steps=5"], "trainer.max_steps alone", 2),
+        (THREE, ["trainer.max_steps=5", "run_name=foo"], "trainer.max_steps alone", 2),
+        ([], ["optimizer.lr=0.001", "trainer.batch_size=4"], "optimizer.lr and trainer.batch_size", 1),
+        ([], ["schedule=constant"], "schedule.name alone", 1),
+    ],
+)
+def test_a_new_run_names_the_one_that_differs_in_few_keys_and_every_way_on_works(
+    before: list[str], now: list[str], keys: str, number: int, small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fitted(small(*before))
+    capsys.readouterr()
+    second = small(*now)
+    fitted(second)
+    [line] = said(capsys)
+    step = len(losses(first))
+    assert line.startswith(f"run {first.directory.path} (at step {step}) differs in {keys}: ")
+    ways = continued(line)
+    assert len(ways) == number
+    for way in reversed(ways):  # the first one changes the run that the second one takes over
+        again = fitted(last_of_each([*second, *way]))
+        same = again.directory.path == first.directory.path
+        assert same == ("schedule.steps" in " ".join(way))
+        log = (again.directory.path / "train.log").read_text()
+        assert ("resuming at step" if same else f"continuing default/{first.session.name} after step {step}") in log
+    assert line.endswith("more steps under a learning-rate schedule that begins anew")
+
+
+def test_a_run_whose_data_moved_names_the_run_that_it_was(
+    on_text: Small, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = fitted(on_text("data.path=texts/a.txt", *THREE))
+    shutil.move(home / "texts/a.txt", home / "b.txt")
+    capsys.readouterr()
+    moved = on_text("data.path=b.txt", *SIX)
+    fitted(moved)
+    [line] = said(capsys)
+    assert line == (
+        f"run {first.directory.path} has the keys and the data of this one: run_name={first.session.name} "
+        "continues it at step 3"
+    )
+    again = fitted([*moved, f"run_name={first.session.name}"])
+    assert "resuming at step 3" in (again.directory.path / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        ["loss=standard"],
+        ["seed=1"],
+        ["model=kda"],
+        ["size.num_layers=1"],
+        ["optimizer=muon"],
+        ["data.data_seed=3"],
+        ["trainer.max_steps=4", "optimizer.lr=0.1", "trainer.batch_size=4", "trainer.seq_len=96"],
+        ["trainer.max_steps=4", "trainer.resume=never"],
+        ["trainer.max_steps=4", "group=other"],
+    ],
+)
+def test_a_run_to_compare_with_or_that_no_other_can_take_over_is_not_named(
+    now: list[str], small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted(small())
+    capsys.readouterr()
+    fitted(small(*now))
+    assert not said(capsys)
+
+
+def test_an_unfinished_run_is_named_whatever_loss_it_had(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+    first = fitted(small())
+    summary = first.directory.path / "summary.json"
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "status": "interrupted"}))
+    (first.directory.path.parent / "damaged").mkdir()
+    (first.directory.path.parent / "damaged/identity.json").write_text("{")
+    capsys.readouterr()
+    fitted(small("loss=cce_filter"))
+    [line] = said(capsys)
+    assert "differs in loss.name alone: continue_from=" in line

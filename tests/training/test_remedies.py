@@ -1,0 +1,263 @@
+"""Every override that a remedy names is tried: the command runs with it. No remedy names what is in use already."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fitting import fitted
+
+from linrnn.config import last_of_each, load_config
+from linrnn.core.errors import LinrnnError
+from linrnn.experiments.points import foresee
+from linrnn.training import checkpoint, plan
+from linrnn.training.checkpoint.files import read_state, write_state
+from linrnn.training.plan import lighter, make_training_plan
+from linrnn.training.runtime import resolve_precision
+
+Small = Callable[..., list[str]]
+FOO = "run_name=foo"
+OVERRIDE = re.compile(r"(?<![\w.=/-])[a-z_]+(?:\.[a-z_0-9]+)*=[^\s;,()']+")
+
+
+def ways(remedy: str) -> list[list[str]]:
+    """The overrides of each alternative that a remedy names. Its other words are for people."""
+    parts = re.split(r"; |, | or (?=[a-z_.]+=)|\n", remedy)
+    return [overrides for part in parts if (overrides := OVERRIDE.findall(part))]
+
+
+def test_alternatives_are_told_apart() -> None:
+    remedy = "use a.b=1 c=2 for it, d=/x/y-1.z or e_f=null (see g), or another h; i=[1]"
+    assert ways(remedy) == [["a.b=1", "c=2"], ["d=/x/y-1.z"], ["e_f=null"], ["i=[1]"]]
+
+
+@pytest.fixture
+def each_way(tmp_path: Path) -> Callable[[str, int], Iterator[list[str]]]:
+    """Each alternative of a remedy, with the results as they were when it was given."""
+
+    def found(remedy: str, number: int) -> Iterator[list[str]]:
+        assert len(ways(remedy)) == number, remedy
+        results, kept = tmp_path / "results", tmp_path / "kept"
+        if results.exists():
+            shutil.copytree(results, kept)
+        for way in ways(remedy):
+            yield way
+            shutil.rmtree(results, ignore_errors=True)
+            if kept.exists():
+                shutil.copytree(kept, results)
+
+    return found
+
+
+def trained(overrides: list[str]) -> None:
+    """Run to the end. A finished run that is asked for again is fine as well."""
+    summary = fitted(last_of_each(overrides)).directory.read_summary()
+    assert summary is not None
+    assert summary["status"] == "finished"
+
+
+EARLY = ("schedule.steps=6", "trainer.max_steps=4")
+TOKENS = ("trainer.max_steps=null", f"trainer.max_tokens={2 * 160 + 9}")
+
+
+@pytest.mark.parametrize(
+    ("before", "overrides", "cause", "number"),
+    [
+        # ------------------------------------------------------------------- a run of this name is there already
+        ([FOO], [FOO, "trainer.max_steps=6"], "learning rate would jump", 3),
+        ([FOO], [FOO, "trainer.max_steps=6", "trainer.resume=must"], "learning rate would jump", 3),
+        ([FOO], [FOO, "trainer.max_steps=2"], "learning rate would jump", 3),
+        ([FOO], [FOO, "schedule.steps=2", "trainer.max_steps=1"], "learning rate would jump", 3),
+        ([FOO], [FOO, *TOKENS], "learning rate would jump", 3),
+        ([FOO, *EARLY], [FOO, "trainer.max_steps=5"], "learning rate would jump", 4),
+        ([FOO, *EARLY], [FOO, "schedule.steps=5"], "learning rate would jump", 4),
+        ([FOO, *EARLY], [FOO, "trainer.max_steps=9"], "learning rate would jump", 3),
+        ([FOO, *EARLY, "schedule=wsd"], [FOO, "trainer.max_steps=5", "schedule=wsd"], "would jump", 4),
+        ([FOO], [FOO, "optimizer.lr=0.01"], "another configuration", 2),
+        ([FOO], [FOO, "optimizer.lr=0.01", "trainer.resume=must"], "another configuration", 2),
+        ([FOO], [FOO, "model=kda", "loss=standard"], "another configuration", 2),
+        ([FOO], [FOO, "continue_from=RESULTS/default/foo"], "another configuration", 2),
+        (EARLY, ["schedule.steps=6", "trainer.max_steps=2"], "and this command stops at 2", 2),
+        (EARLY, ["schedule.steps=6", *TOKENS], "and this command stops at 2", 2),
+        (["schedule=constant"], ["schedule=constant", "trainer.max_steps=2"], "this command stops at 2", 2),
+        ([], ["trainer.resume=must"], "holds no run", 1),
+        ([FOO], ["init_from=RESULTS/default/foo", "continue_from=RESULTS/default/foo"], "are both given", 2),
+        # ------------------------------------------------------------------------------------ the length of a run
+        ([], ["schedule.steps=2"], "go beyond schedule.steps=2", 3),
+        ([], ["schedule.steps=1", *TOKENS], "go beyond schedule.steps=1", 3),
+        ([FOO], [FOO, "trainer.max_steps=6", "schedule.steps=3", "group=other"], "go beyond schedule.steps=3", 3),
+        ([], ["trainer.max_steps=null"], "no end", 1),
+        ([], ["trainer.max_steps=null", "trainer.max_tokens=7"], "less than one step", 1),
+        ([], ["schedule.warmup_steps=5"], "exceed the schedule's 3 steps", 2),
+        ([], ["schedule.warmup_steps=5", "schedule.steps=4"], "exceed the schedule's 4 steps", 2),
+        ([], ["schedule=wsd", "schedule.warmup_steps=2", "schedule.decay_fraction=0.9"], "exceed the schedule's", 1),
+        ([], ["trainer.profile_steps=1", "trainer.warmup_measurement_steps=3"], "the trace begins after", 2),
+        ([], ["trainer.profile_steps=1", "trainer.warmup_measurement_steps=3", "schedule.steps=3"], "the trace", 2),
+        ([], ["trainer.profile_steps=1", "trainer.warmup_measurement_steps=3", *TOKENS], "the trace begins", 2),
+        # ------------------------------------------------------------------------------- what cannot run here
+        ([], ["size.vocab_size=8"], "smaller than the data's vocabulary", 1),
+        ([], ["trainer.memory_snapshot=true"], "records CUDA allocations", 1),
+        ([], ["memory_budget_gib=80"], "needs a GPU", 1),
+        ([], ["trainer.cuda_graph=true", "trainer.accumulation_steps=2"], "needs a GPU", 1),
+        ([], ["loss=liger"], "need an NVIDIA GPU", 1),
+        ([], ["loss=fla"], "need an NVIDIA GPU", 1),
+        ([], ["logger.wandb.mode=online"], "no API key", 1),
+    ],
+)
+def test_with_each_override_of_a_remedy_the_command_runs(
+    before: list[str],
+    overrides: list[str],
+    cause: str,
+    number: int,
+    small: Small,
+    each_way: Callable[[str, int], Iterator[list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if torch.cuda.is_available() and "GPU" in cause + "CUDA":
+        pytest.skip("this machine has a GPU")
+    if before:
+        trained(small(*before))
+    refused = [override.replace("RESULTS", str(tmp_path / "results")) for override in overrides]
+    with pytest.raises(LinrnnError, match=cause) as error:
+        trained(small(*refused))
+    for way in each_way(error.value.remedy, number):
+        trained(small(*refused, *way))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "number"),
+    [
+        ([], 3),
+        ([FOO], 3),
+        ([FOO, "trainer.resume=must"], 3),
+        (["schedule.steps=5"], 4),
+        ([FOO, "schedule.steps=5", *TOKENS], 4),
+        (["schedule=constant"], 3),
+        (["schedule=constant", *TOKENS], 3),
+        (["init_from=RESULTS/default/source"], 3),
+    ],
+)
+def test_what_a_finished_run_offers_runs(
+    overrides: list[str],
+    number: int,
+    small: Small,
+    each_way: Callable[[str, int], Iterator[list[str]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if any("source" in override for override in overrides):
+        trained(small("run_name=source"))
+    given = small(*(override.replace("RESULTS", str(tmp_path / "results")) for override in overrides))
+    trained([override for override in given if override != "trainer.resume=must"])
+    capsys.readouterr()
+    trained(given)
+    offered = "\n".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("  -> "))
+    for way in each_way(offered, number):
+        trained([*given, *way])
+        assert "nothing was run" not in capsys.readouterr().out, way
+
+
+def test_a_checkpoint_of_another_schedule_can_be_taken_over(
+    small: Small, each_way: Callable[[str, int], Iterator[list[str]]], tmp_path: Path
+) -> None:
+    run = small("schedule.steps=5")
+    [newest] = checkpoint.found(fitted(run).directory.checkpoints)
+    state = read_state(newest)
+    state["schedule"]["horizon"] = 9
+    write_state(newest, state)
+    with pytest.raises(LinrnnError, match="was trained under another schedule") as error:
+        trained([*run, "trainer.max_steps=5"])
+    for way in each_way(error.value.remedy, 1):
+        trained([*run, "trainer.max_steps=5", *way])
+
+
+# -------------------------------------------------------------------------------------------------- what is in use
+LOSSES = ("standard", "cce_kahan", "cce_filter", "compiled")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["trainer.batch_size=4096"],
+        ["trainer.batch_size=7"],
+        ["trainer.batch_size=1"],
+        ["trainer.batch_size=4", "trainer.activation_checkpointing=full"],
+        ["trainer.activation_checkpointing=selective"],
+        ["trainer.precision=bf16", "model=kda", "optimizer=muon"],
+    ],
+)
+def test_what_saves_memory_is_not_in_use_and_runs(loss: str, more: list[str], small: Small) -> None:
+    run = small(f"loss={loss}", *more)
+    remedy = lighter(load_config(run))
+    for way in ways(remedy):
+        assert not set(way) & {f"loss={loss}", *more}, remedy
+        make_training_plan(load_config(last_of_each([*run, *way])))
+    assert ("loss=cce_kahan" in remedy) == (not loss.startswith("cce"))
+    assert ("activation_checkpointing=full" in remedy) == ("trainer.activation_checkpointing=full" not in more)
+    assert ("trainer.batch_size" in remedy) == ("trainer.batch_size=1" not in more)
+    before = load_config(run).trainer
+    for way in ways(remedy):
+        after = load_config(last_of_each([*run, *way])).trainer
+        assert before.batch_size * before.accumulation_steps == after.batch_size * after.accumulation_steps
+
+
+def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "available_memory", lambda: 1 << 30)
+    with pytest.raises(LinrnnError, match="a training step needs") as error:
+        fitted(small("trainer.batch_size=4096", "loss=cce_kahan"))
+    assert "cce_kahan" not in error.value.remedy
+    assert ways(error.value.remedy)[0] == ["trainer.batch_size=2048", "trainer.accumulation_steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named", "unnamed"),
+    [
+        ([], ["trainer.precision=bf16", "parallel=fsdp"], ["memory_budget_gib", "more GPUs"]),
+        (["trainer.precision=bf16"], ["parallel=fsdp"], ["trainer.precision"]),
+        (["optimizer=muon"], ["trainer.precision=bf16"], ["parallel=fsdp"]),
+        (["parallel=fsdp"], ["more GPUs"], ["parallel=fsdp"]),
+    ],
+)
+def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(
+    overrides: list[str], named: list[str], unnamed: list[str], small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(small(*overrides))
+    gpu = torch.device("cuda")
+    too_large = plan.Plan(config, gpu, resolve_precision(config.trainer.precision, gpu))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1))
+    with pytest.raises(LinrnnError, match="alone need") as error:
+        plan.check_step_fits(too_large, too_large.architecture(512))
+    assert all(word in error.value.remedy for word in named), error.value.remedy
+    assert not any(word in error.value.remedy for word in unnamed), error.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------------------- sweeps
+def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(small: Small) -> None:
+    points = [small("schedule.steps=100", f"trainer.max_steps={steps}") for steps in (1, 2)]
+    with pytest.raises(LinrnnError, match="would share") as error:
+        foresee(points)
+    [way] = ways(error.value.remedy)
+    assert len(foresee([last_of_each([*point, *way]) for point in points])) == 2
+    constant = [small("schedule=constant", f"trainer.max_steps={steps}") for steps in (1, 2)]
+    with pytest.raises(LinrnnError, match="would share") as error:
+        foresee(constant)
+    [way] = ways(error.value.remedy)
+    assert len(foresee([last_of_each([*point, *way]) for point in constant])) == 2
+
+
+def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(small: Small) -> None:
+    fitted(small("schedule.steps=100"))
+    shorter = small("schedule.steps=100", "trainer.max_steps=2")
+    with pytest.raises(LinrnnError, match="stops at 2") as error:
+        foresee([shorter])[0].is_answered(retry=False)
+    [way] = ways(error.value.remedy)
+    assert foresee([last_of_each([*shorter, *way])])[0].is_answered(retry=False)
