@@ -19,7 +19,10 @@ def main(config: ExportConfig) -> None:
     if trained.tokenizer and trained.tokenizer.dropout is not None:
         print(f"the tokenizer's BPE dropout of {trained.tokenizer.dropout:g} is switched off, as it was in the run")
     print(f"wrote {config.output}, {tokenizer}, from {trained.source}; load it with")
+    print(f"  from linrnn.inference import load_trained; load_trained({config.output!r}).model  # CPU or GPU")
     print(f"  import fla, transformers; transformers.AutoModelForCausalLM.from_pretrained({config.output!r})")
+    flash = ", and the flash_attn package" * (trained.model.config.model_type == "transformer")
+    print(f"    # without linrnn; FLA's kernels need a GPU{flash}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """A sweep's jobs through submitit: the cluster, the resources, and what is rejected."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.experiments.launching import launch, read_launcher
+from linrnn.losses import requirements
 
 submitit = pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
 
@@ -29,16 +31,47 @@ def test_overrides_choose_the_cluster_and_its_resources() -> None:
         (["hydra/launcher=submitit_local", "hydra.launcher.partition=gpu"], "partition is a resource of Slurm"),
         (["hydra/launcher=submitit_local", "hydra.launcher.nodes=many"], "nodes"),
         (["hydra/launcher=submitit_local", "hydra.launcher.name=[a"], "cannot be read"),
-        (["hydra/launcher=submitit_slurm"], "srun"),
+        (["hydra/launcher=submitit_slurm"], "needs srun and sbatch, and PATH has no such command"),
     ],
 )
 def test_what_submitit_cannot_do_is_refused(
     overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm here
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as error:
         launch(subprocess.check_call, [["touch", str(tmp_path / "a")]], overrides, tmp_path)
     assert not (tmp_path / "a").exists()
+    assert "pip install" not in error.value.remedy, "submitit is installed"
+
+
+@pytest.mark.parametrize("there", ["srun", "sbatch"])
+def test_a_command_of_slurm_that_is_missing_is_named(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / there).write_text("#!/bin/sh\n")
+    (tmp_path / there).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [missing] = {"srun", "sbatch"} - {there}
+    with pytest.raises(ConfigError, match=f"needs {missing}, and PATH") as error:
+        launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_slurm"], tmp_path)
+    assert "hydra/launcher=submitit_local" in error.value.remedy
+    launch(subprocess.check_call, [["/bin/true"]], ["hydra/launcher=submitit_local"], tmp_path)
+
+
+@pytest.mark.parametrize("version", ["1.5", None])
+def test_what_is_installed_is_not_to_be_installed(
+    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "version_of", lambda distribution: version)
+    monkeypatch.setitem(sys.modules, "submitit", None)  # as if a package that it imports were missing
+    with pytest.raises(ConfigError, match="submitit cannot be imported") as error:
+        launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_local"], tmp_path)
+    again = " --force-reinstall" if version else ""
+    assert error.value.remedy == f"pip install{again} 'submitit>=1.5'"
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UnsupportedError) as unsupported:
+        requirements.require_package("torchao", "torchao", "trainer.float8=blocks", "torchao>=0.17")
+    assert unsupported.value.remedy == f'pip install{again} "torchao>=0.17"'
 
 
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])
@@ -48,8 +81,9 @@ def test_submitit_refuses_what_slurm_does_not_have(key: str, tmp_path: Path, mon
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"Unknown argument '{key}' for executor 'slurm'"):
+    with pytest.raises(ConfigError, match=f"Unknown argument '{key}' for executor 'slurm'") as error:
         launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_slurm", f"hydra.launcher.{key}=x"], tmp_path)
+    assert error.value.remedy.startswith("correct the resource: hydra.launcher.KEY takes cpus_per_task, ")
 
 
 def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 import transformers
 from forked import run_script, start
 
-from linrnn.config import load_config
+from linrnn.config import last_of_each, load_config
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
 from linrnn.data.tokenizer import train_tokenizer
@@ -280,6 +280,46 @@ def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small
     weights.unlink()
     with pytest.raises(DataError, match="is missing"):
         load_trained(str(tmp_path / "out"), CPU)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o027, 0o077])
+def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(
+    umask: int, text: list[str], tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        more = ("trainer.profile_steps=1", "trainer.warmup_measurement_steps=1", "logger.wandb.mode=offline")
+        cache = tmp_path / "cache"
+        run = trained(last_of_each([*text, *more, f"data.cache_dir={cache}"])).directory.path
+        export(load_trained(run), tmp_path / "out")
+    finally:
+        os.umask(before)
+    places = [path for place in (run, cache, tmp_path / "out") for path in (place, *place.rglob("*"))]
+    files = [path for path in places if path.is_file() and "wandb" not in path.parts]
+    assert {"model.safetensors", "rng.safetensors", "train.log", "trace.json.gz"} <= {path.name for path in files}
+    wrong = {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~umask}
+    assert not wrong
+    folders = {path.stat().st_mode & 0o777 for path in places if path.is_dir() and "wandb" not in path.parts}
+    assert folders == {0o777 & ~umask}
+
+
+def test_the_command_that_export_names_loads_the_model_on_a_cpu(
+    small: Small, tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    run, out = trained(small()), tmp_path / "it's out"
+    done = command("scripts/export.py", f"checkpoint={run.directory.path}", f"output={out}")
+    assert done.returncode == 0, done.stderr
+    here, elsewhere, what_it_takes = done.stdout.splitlines()[1:]
+    assert "need a GPU" in what_it_takes
+    load = f"{here.strip().replace('.model  # CPU or GPU', '')}.model"
+    forward = "import torch; print(model(torch.tensor([[1, 2, 3]])).logits.shape)"
+    for line, words in ((load, "[1, 3, 512]"), (elsewhere.strip().replace("import fla, ", "import "), "not recognize")):
+        *imports, call = line.split("; ")
+        code = "; ".join([*imports, f"model = {call}", forward])
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert words in ran.stdout + ran.stderr, ran.stderr
+    assert not load_trained(out, "cpu").model.training
+    assert load_trained(str(run.directory.path)).config is not None
 
 
 def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:

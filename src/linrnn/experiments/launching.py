@@ -1,12 +1,14 @@
 """Run a sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, first_line
+from linrnn.losses.requirements import how_to_install
 
 LAUNCHER, RESOURCE = "hydra/launcher=", "hydra.launcher."  # a launcher's overrides begin with one of these
 CLUSTERS = {"submitit_slurm": "slurm", "submitit_local": "local"}
@@ -16,7 +18,7 @@ SHARED = (
     "timeout_min",
 )
 _OF_EXECUTOR = "max_num_timeout"  # how often Slurm requeues a job that ran out of time
-_INSTALL = "pip install 'linrnn[slurm]' for submitit_slurm and submitit_local; their keys are hydra.launcher.…"
+_COMMANDS = ("srun", "sbatch")  # of Slurm: submitit calls them on this machine
 
 
 class Job:
@@ -45,22 +47,34 @@ def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Seque
         directory: for submitit's own files, visible to all machines.
 
     Raises:
-        ConfigError: submitit is not installed, there is no Slurm, or submitit rejects a resource.
+        ConfigError: submitit or Slurm's commands are missing, or they reject a resource.
         submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs have
             ended.
     """
     cluster, resources = read_launcher(overrides)
     try:
         import submitit
-
+    except ImportError as error:
+        raise ConfigError(
+            f"submitit cannot be imported ({first_line(error)})", f"{how_to_install('submitit')} 'submitit>=1.5'"
+        ) from error
+    away = [command for command in _COMMANDS if cluster == "slurm" and shutil.which(command) is None]
+    try:
         options = {f"slurm_{_OF_EXECUTOR}": resources.pop(_OF_EXECUTOR)} if _OF_EXECUTOR in resources else {}
         executor = submitit.AutoExecutor(folder=directory / ".submitit" / "%j", cluster=cluster, **options)
         executor.update_parameters(**{key if key in SHARED else f"slurm_{key}": v for key, v in resources.items()})
-    except ImportError as error:
-        raise ConfigError("submitit is not installed", _INSTALL) from error
-    except (AssertionError, NameError, RuntimeError, TypeError, ValueError) as error:  # submitit rejects a resource
-        raise ConfigError(" ".join(str(error).split("\n")[0].split()), _INSTALL) from error
-    started = executor.map_array(Job(function), list(jobs))
+        started = executor.map_array(Job(function), list(jobs))
+    except (AssertionError, NameError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if away:
+            raise ConfigError(
+                f"{LAUNCHER}submitit_slurm needs {' and '.join(away)}, and PATH has no such command",
+                f"start the sweep on a login node of the cluster, or use {LAUNCHER}submitit_local or no launcher",
+            ) from error
+        raise ConfigError(  # submitit or sbatch rejects a resource
+            f"{' '.join(overrides)}: {' '.join(first_line(error).split())}",
+            f"correct the resource: {RESOURCE}KEY takes {', '.join(SHARED)}"
+            + (", and options of sbatch such as partition" if cluster == "slurm" else ""),
+        ) from error
     problems = [problem for job in started if (problem := job.exception()) is not None]
     if problems:
         raise problems[0]

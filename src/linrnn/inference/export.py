@@ -1,6 +1,6 @@
 """Export a trained model as a Hugging Face directory that FLA's `from_pretrained` loads. No pickle is used.
 
-    config.json, generation_config.json, model.safetensors     read by transformers, once `fla` is imported
+    config.json, generation_config.json, model.safetensors     read by transformers, once `fla` is imported, on a GPU
     tokenizer.json, tokenizer_config.json                      for text, without BPE dropout; generated data has none
     linrnn_config.yaml                                         the run's configuration
     SHA256SUMS                                                 checked on loading, and by `sha256sum -c`
@@ -77,7 +77,10 @@ def _write(trained: Trained, directory: Path) -> None:
     tokenizer = trained.tokenizer and trained.tokenizer.without_dropout()
     for name, text in (tokenizer.files() if tokenizer else {}).items():
         (directory / name).write_text(text, encoding="utf-8")
-    (directory / "linrnn_config.yaml").write_text(to_yaml(trained.config), encoding="utf-8")
+    configuration = directory / "linrnn_config.yaml"
+    configuration.write_text(to_yaml(trained.config), encoding="utf-8")
+    for file in directory.iterdir():
+        shutil.copymode(configuration, file)  # safetensors gives its files to their owner alone
     write_checksums(directory)
 
 

@@ -41,21 +41,26 @@ class Trained:
     source: Path
 
 
-def load_trained(source: str, device: torch.device) -> Trained:
+def load_trained(source: str | Path, device: torch.device | str = "auto") -> Trained:
     """Load the model that `source` names. Nothing is downloaded, and only safetensors and JSON are read.
 
+    Args:
+        source: a directory that scripts/export.py wrote, a run's directory, or one of its checkpoints.
+        device: `auto` is the GPU if there is one, else the CPU.
+
     Raises:
+        UnsupportedError: there is no such device, or the model has no CPU form.
         ConfigError: there is neither a checkpoint nor a model.
         DataError: the model is damaged.
     """
-    path = Path(source)
+    path, device = Path(source), resolve_device(device) if isinstance(device, str) else device
     if (path / "config.json").is_file():
         model = open_pretrained(path, device)  # compares checksums first
         tokenizer = _tokenizer_in(path)
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)
     remedy = "name a directory that scripts/export.py wrote, a run's directory, or one of its checkpoints/step_*"
-    return _from_run(checkpoint.required("checkpoint", source, remedy), device)
+    return _from_run(checkpoint.required("checkpoint", str(source), remedy), device)
 
 
 def _from_run(directory: Path, device: torch.device) -> Trained:

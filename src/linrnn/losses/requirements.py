@@ -40,7 +40,12 @@ def require_package(
         installed = version_of(distribution)
         broken = f"{module} of {distribution} {installed} does not import ({error})"
         state = broken if installed else f"{distribution} is not installed"
-        raise UnsupportedError(f"{what}: {state}", f'pip install "{install}"') from error
+        raise UnsupportedError(f"{what}: {state}", f'{how_to_install(distribution)} "{install}"') from error
+
+
+def how_to_install(distribution: str) -> str:
+    """The command for a distribution that does not import. To install one that is there would change nothing."""
+    return "pip install --force-reinstall" if version_of(distribution) else "pip install"
 
 
 def require_torch_compile(device: torch.device, what: str) -> None:

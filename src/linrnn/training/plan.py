@@ -6,7 +6,7 @@ kernels; CPU kernels need more, so the figures are lower bounds. A GPU raises it
 nothing. There only what no step could hold is rejected.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -251,8 +251,9 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         least, processes = max(state, estimate.peak if estimate else 0), ranks_here()
         each = f" in each of {processes} processes" if processes > 1 else ""
         what = f"a training step needs {least / GIB:.1f} GiB or more{each} ({parts})"
-        check_memory(processes * state, what, lambda: "a smaller size")  # a smaller batch would not help
-        check_memory(processes * least, what, lambda: lighter(plan.config))
+        check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
+        if processes * least > (available_memory() or math.inf):
+            check_memory(processes * least, what, lighter(plan.config))
         return None
     total = torch.cuda.get_device_properties(plan.device).total_memory
     budget = plan.config.memory_budget_gib
@@ -309,12 +310,12 @@ def _less_state(plan: Plan) -> list[str]:
     return [*ways[:-1], f"or {ways[-1]}"] if len(ways) > 1 else ways
 
 
-def check_memory(needed: int, what: str, remedy: Callable[[], str]) -> None:
+def check_memory(needed: int, what: str, remedy: str) -> None:
     """On a CPU, reject what needs more bytes than are free.
 
     Args:
         what: a sentence with the expected figure.
-        remedy: gives what to use instead.
+        remedy: what to use instead.
 
     Raises:
         UnsupportedError: this machine has fewer bytes free.
@@ -323,7 +324,7 @@ def check_memory(needed: int, what: str, remedy: Callable[[], str]) -> None:
     if there is not None and needed > there:
         raise UnsupportedError(
             f"{what}, and {there / GIB:.1f} GiB of memory are free here",
-            f"use {remedy()}; or free memory, or use a GPU or a larger machine",
+            f"use {remedy}; or free memory, or use a GPU or a larger machine",
         )
 
 
@@ -340,4 +341,4 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
-        check_memory(needed, what, lambda: " or ".join(filter(None, ["a smaller model", lighter])))
+        check_memory(needed, what, " or ".join(filter(None, ["a smaller model", lighter])))

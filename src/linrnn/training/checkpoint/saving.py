@@ -130,6 +130,7 @@ class Saver:
             return {}
         save_file(generators, partial / RNG)
         (partial / CONFIG).write_text(config, encoding="utf-8")
+        shutil.copymode(partial / CONFIG, partial / RNG)  # safetensors gives its file to its owner alone
         state["sha256"] |= checksums(partial, [RNG, CONFIG])
         write_state(partial, state)
         for path in (*partial.rglob("*"), partial):
