@@ -85,6 +85,8 @@ TOKENS = ("trainer.max_steps=null", f"trainer.max_tokens={2 * 160 + 9}")
         (["schedule=constant"], ["schedule=constant", "trainer.max_steps=2"], "this command stops at 2", 2),
         ([], ["trainer.resume=must"], "holds no run", 1),
         ([FOO], ["init_from=RESULTS/default/foo", "continue_from=RESULTS/default/foo"], "are both given", 2),
+        ([FOO], ["optimizer=muon", "continue_from=RESULTS/default/foo"], "belongs to another optimizer", 2),
+        ([FOO, "optimizer=muon"], ["continue_from=RESULTS/default/foo"], "belongs to another optimizer", 2),
         # ------------------------------------------------------------------------------------ the length of a run
         ([], ["schedule.steps=2"], "go beyond schedule.steps=2", 3),
         ([], ["schedule.steps=1", *TOKENS], "go beyond schedule.steps=1", 3),
@@ -177,6 +179,51 @@ def test_a_checkpoint_of_another_schedule_can_be_taken_over(
         trained([*run, "trainer.max_steps=5", *way])
 
 
+def test_a_disk_without_room_has_room_without_checkpoints(
+    small: Small, each_way: Callable[[str, int], Iterator[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    with pytest.raises(LinrnnError, match="no room for 1 checkpoint") as error:
+        trained(small())
+    for way in each_way(error.value.remedy, 1):
+        trained(small(*way))
+
+
+@pytest.mark.parametrize("compile", ["blocks", "model"])
+def test_what_the_plan_refuses_it_takes_with_the_remedy(compile: str, small: Small) -> None:
+    refused = small("trainer.activation_checkpointing=selective", f"trainer.compile={compile}")
+    with pytest.raises(LinrnnError, match="a compiled block shows none") as error:
+        make_training_plan(load_config(refused))
+    assert len(ways(error.value.remedy)) == 2
+    for way in ways(error.value.remedy):
+        make_training_plan(load_config(last_of_each([*refused, *way])))
+
+
+RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause", "number"),
+    [
+        (["parallel=fsdp", "optimizer=muon"], "optimizer=muon needs whole matrices", 2),
+        (["parallel=vocab", "optimizer=muon"], "optimizer=muon needs whole matrices", 2),
+        (["parallel=fsdp", "trainer.compile=model"], "makes one graph of all blocks", 1),
+        (["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
+        (["parallel=none"], "a launcher started 2 processes", 1),
+    ],
+)
+def test_what_the_plan_of_two_ranks_refuses_it_takes_with_the_remedy(
+    overrides: list[str], cause: str, number: int, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LinrnnError, match=cause) as error:
+        make_training_plan(load_config(small(*overrides)))
+    assert len(ways(error.value.remedy)) == number, error.value.remedy
+    for way in ways(error.value.remedy):
+        make_training_plan(load_config(last_of_each([*small(*overrides), *way])))
+
+
 # -------------------------------------------------------------------------------------------------- what is in use
 LOSSES = ("standard", "cce_kahan", "cce_filter", "compiled")
 
@@ -224,7 +271,7 @@ def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(
         ([], ["trainer.precision=bf16", "parallel=fsdp"], ["memory_budget_gib", "more GPUs"]),
         (["trainer.precision=bf16"], ["parallel=fsdp"], ["trainer.precision"]),
         (["optimizer=muon"], ["trainer.precision=bf16"], ["parallel=fsdp"]),
-        (["parallel=fsdp"], ["more GPUs"], ["parallel=fsdp"]),
+        (["parallel=fsdp"], ["more GPUs"], ["parallel=fsdp", "trainer.precision"]),
     ],
 )
 def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(

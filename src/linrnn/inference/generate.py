@@ -94,7 +94,9 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     if text is None:
         tokens = list(config.prompt_tokens or [])
     elif trained.tokenizer is None:
-        raise ConfigError(f"{given[0]}: {trained.source} has no tokenizer", "give token ids: prompt_tokens=[1,2,3]")
+        raise ConfigError(
+            f"{given[0]}: {trained.source} has no tokenizer", "give token ids instead: prompt_tokens=[1,2,3]"
+        )
     elif not _is_unicode(text):
         raise ConfigError(f"{given[0]} is not UTF-8 text", "convert it to UTF-8, or give a UTF-8 file: prompt_file=…")
     else:

@@ -89,7 +89,7 @@ def _training(config: Config, world_size: int) -> str:
     values |= {f"schedule.{key}": value for key, value in dataclasses.asdict(config.schedule).items()}
     values |= {
         HORIZON: horizon(config, world_size),
-        **{key: path for key, path in paths(config).items() if not key.startswith("data.")},
+        **{key: _from_here(path) for key, path in paths(config).items() if not key.startswith("data.")},
         "data.reset_at_document": config.data.reset_at_document,
         "size.tie_embeddings": config.size.tie_embeddings,
         "trainer.valid_tokens": config.trainer.valid_tokens,
@@ -99,6 +99,11 @@ def _training(config: Config, world_size: int) -> str:
         "trainer.deterministic": config.trainer.deterministic,
     }
     return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _from_here(path: str | None) -> str | None:
+    """A resolved path without the working directory, so that runs on several machines compare."""
+    return path and path.removeprefix(f"{os.path.realpath('.')}/")
 
 
 def summary_without_figures(

@@ -262,7 +262,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
     if state > there:
         raise OutOfMemoryError(
             f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {there / GIB:.1f}",
-            f"use {', '.join(_less_state(plan))}",
+            f"use {' or '.join(_less_state(plan))}",
         )
     if estimate and estimate.peak > there:
         needed = f"a step is foreseen to need {estimate.peak / GIB:.1f} GiB ({parts})"
@@ -298,16 +298,16 @@ def _changes(config: Config, way: str) -> bool:
 
 def _less_state(plan: Plan) -> list[str]:
     """What could make parameters, gradients and optimizer state take less memory, beyond what is in use."""
-    config, ways = plan.config, ["a smaller size"]
-    if plan.precision != "bf16":
-        ways.append("trainer.precision=bf16")
-    if config.memory_budget_gib is not None:
-        ways.append("a larger memory_budget_gib")
-    if isinstance(config.parallel, FsdpConfig):
-        ways.append("more GPUs")
-    elif not isinstance(config.optimizer, MuonConfig):
-        ways.append("parallel=fsdp on several GPUs")
-    return [*ways[:-1], f"or {ways[-1]}"] if len(ways) > 1 else ways
+    config = plan.config
+    sharded, whole = isinstance(config.parallel, FsdpConfig), isinstance(config.optimizer, MuonConfig)
+    ways = {
+        "a smaller size": True,
+        "trainer.precision=bf16": plan.precision != "bf16" and not sharded,  # some models do not shard with it
+        "a larger memory_budget_gib": config.memory_budget_gib is not None,
+        "more GPUs": sharded,
+        "parallel=fsdp on several GPUs": not sharded and not whole,
+    }
+    return [way for way, helps in ways.items() if helps]
 
 
 def check_memory(needed: int, what: str, remedy: str) -> None:

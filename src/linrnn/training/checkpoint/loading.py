@@ -1,6 +1,7 @@
 """Load a checkpoint into an existing model, optimizer and generators."""
 
 import random
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
     for full in shapes(path / TENSORS):
         name, _, key = full.partition("/")
         if key and key not in keys[id(parameters[name])]:
+            its_own, weights = "muon" if key == "momentum_buffer" else "adamw", shlex.quote(f"init_from={path}")
             raise ConfigError(
                 f"{path} holds {key} of {name}, which belongs to another optimizer",
-                "use the optimizer that it was trained with, or init_from= for its weights alone",
+                f"use optimizer={its_own}, or {weights} continue_from=null for its weights alone",
             )
     tensors: Tensors = {
         full: empty_state(parameters[full.rsplit("/", 1)[0]], shape)
