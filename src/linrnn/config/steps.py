@@ -34,7 +34,8 @@ def last_step(config: Config, world_size: int) -> int:
     if min(limits) < 1:
         raise ConfigError(
             f"trainer.max_tokens={max_tokens} is less than one step of {tokens} tokens",
-            f"use trainer.max_tokens={tokens} or more, or lower trainer.batch_size, seq_len or accumulation_steps",
+            f"raise trainer.max_tokens, to trainer.max_tokens={tokens} or more, or lower trainer.batch_size, "
+            "trainer.seq_len or trainer.accumulation_steps",
         )
     return min(limits)
 

@@ -65,14 +65,14 @@ class Session:
         summary = None if self.directory.begins_anew else self.directory.read_summary()
         if summary is None or summary["status"] != "finished":
             return None
+        check_not_beyond(summary["steps"], self._plan, self.directory)
+        if summary["steps"] < self._plan.total_steps:
+            return None  # its checkpoint tells other data
         if summary.get("data_fingerprint") not in (None, data.fingerprint):
             raise ConfigError(
                 f"{self.directory.path} holds a finished run on other data: text, tokenizer or options have changed",
                 f"{self.directory.another_name} begins another run; {ASIDE}",
             )
-        check_not_beyond(summary["steps"], self._plan, self.directory)
-        if summary["steps"] < self._plan.total_steps:
-            return None
         for line in finished_lines(self._config, self.directory, summary["steps"], self._plan.horizon):
             say(line)
         return summary
