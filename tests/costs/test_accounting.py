@@ -16,6 +16,7 @@ from linrnn.bench.loss.rows import read_rows
 from linrnn.bench.loss.sets import parse_loss
 from linrnn.config import load_config
 from linrnn.config.schema import Config, LossConfig
+from linrnn.core.files import read_json
 from linrnn.costs import (
     MemoryEstimate,
     kernel_flops,
@@ -44,7 +45,7 @@ from linrnn.training.plan import Plan
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 COMMITTED = RESULTS / "summaries"
-REPORTS = sorted(COMMITTED.glob("*/runs.json"))
+REPORTS = sorted(COMMITTED.glob("*/runs.json.xz"))
 STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
 LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
 FLA = FlaLossConfig("fla", 8)
@@ -311,7 +312,7 @@ def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
 
 def committed_runs() -> list[dict]:
     """Summaries of the matched models' runs on a GPU that record how they were made, each with its group's commit."""
-    groups = [json.loads(path.read_text()) for path in REPORTS]
+    groups = [read_json(path) for path in REPORTS]
     runs = [run | {"commit": group["environment"]["git"]["commit"]} for group in groups for run in group["runs"]]
     needed = ("loss_options", "activation_checkpointing")
     runs = [run for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
@@ -441,7 +442,7 @@ def test_formulas_agree_with_every_committed_run():
 
 def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
     for path in REPORTS:
-        for run in json.loads(path.read_text())["runs"]:
+        for run in read_json(path)["runs"]:
             expected, name = mfu_of_summary(run), f"{path.parent.name}/{run['run_name']}"
             assert (expected["mfu"] is None) == (run["tokens_per_second"] is None), name
             assert {key: run[key] for key in expected} == pytest.approx(expected), name
@@ -450,7 +451,7 @@ def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
 def test_a_row_of_shared_projections_has_the_mfu_of_its_own_dimensions():
     config = configured("model=gla", "model.shared_projection_rank=256", "size=350m")
     arch = resolve(config.model, config.size, 32000)
-    run = json.loads((COMMITTED / "phase2" / "runs.json").read_text())["runs"][0]
+    run = read_json(COMMITTED / "phase2" / "runs.json.xz")["runs"][0]
     run |= {"model": config.model.label, "size": "350m", "vocab_size": 32000, "n_parameters": arch.n_parameters}
     figures = {"seq_len": run["seq_len"], "tokens_per_second": run["tokens_per_second"]}
     assert mfu_of_summary(run) == mfu(arch, **figures, device_name=run["device"], precision=run["precision"])
@@ -458,7 +459,7 @@ def test_a_row_of_shared_projections_has_the_mfu_of_its_own_dimensions():
 
 
 def test_a_row_whose_parameters_are_of_other_dimensions_has_no_mfu():
-    run = json.loads((COMMITTED / "mve" / "runs.json").read_text())["runs"][0]
+    run = read_json(COMMITTED / "mve" / "runs.json.xz")["runs"][0]
     assert mfu_of_summary(run | {"n_parameters": run["n_parameters"] + 1}) == {"mfu": None, "mfu_6n": None}
     assert mfu_of_summary(run | {"model": "gone"}) == {"mfu": None, "mfu_6n": None}
 

@@ -204,7 +204,7 @@ def test_every_committed_picture_is_drawn_from_committed_rows(tmp_path: Path) ->
 
 def test_no_title_of_a_committed_group_holds_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "tight_layout", lambda *_, **__: None)  # places titles, which only are read here
-    for directory in sorted(SUMMARIES.glob("*/runs.json")):
+    for directory in sorted(SUMMARIES.glob("*/runs.json.xz")):
         runs = read_committed(directory.parent)
         figure = plots.pareto(runs)
         titles = " ".join(axes.get_title() for axes in figure.axes)

@@ -24,7 +24,7 @@ from linrnn.study.results import Run, read_committed
 from linrnn.study.verdicts import CONTROL, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORTS = sorted(path.parent for path in ROOT.glob("results/*/*/runs.json"))
+REPORTS = sorted(path.parent for path in ROOT.glob("results/*/*/runs.json.xz"))
 REPORT = next((path for path in REPORTS if path.name == "mve"), REPORTS[0])
 # HTML elements that have no end tag.
 VOID = {"meta", "img", "link", "br", "hr", "input"}
@@ -71,8 +71,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("clone") / "results"
     copy = results / "summaries" / REPORT.name
     copy.mkdir(parents=True)
-    for path in REPORT.glob("*.json"):
-        shutil.copy(path, copy)
+    shutil.copy(REPORT / "runs.json.xz", copy)
     return results
 
 
@@ -84,13 +83,13 @@ def page(clone: Path) -> Path:
 
 
 def test_a_fresh_clone_gets_the_report_of_a_committed_group(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs, rows = read_committed(REPORT), (REPORT / "runs.json").read_bytes()
+    runs, rows = read_committed(REPORT), (REPORT / "runs.json.xz").read_bytes()
     paths = make_report(load_config([f"group={REPORT.name}", f"results_dir={clone}"], "report"))
     directory = clone / "summaries" / REPORT.name
     assert [path.name for path in paths[:3]] == ["report.md", "verdicts.md", "report.html"]
     assert all(path.parent == directory and path.stat().st_size for path in paths)
     assert f"read {len(runs)} committed runs of {directory}" in capsys.readouterr().out
-    assert (directory / "runs.json").read_bytes() == rows, "the rows stay as they are"
+    assert (directory / "runs.json.xz").read_bytes() == rows, "the rows stay as they are"
 
 
 def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,14 +102,14 @@ def test_runs_made_here_come_before_committed_rows(clone: Path, capsys: pytest.C
     make_report(load_config(options, "report"))
     shutil.rmtree(clone / REPORT.name)
     assert f"read 1 runs of {clone / REPORT.name}" in capsys.readouterr().out
-    assert (output / "runs.json").exists()
+    assert (output / "runs.json.xz").exists()
     page = (output / "report.html").read_text()
     assert f"Made again by <code>python scripts/report.py {' '.join(options)}</code>" in page
 
 
 def test_the_report_of_other_runs_is_not_overwritten(clone: Path, tmp_path: Path) -> None:
     shutil.copytree(clone, tmp_path / "results")
-    own, rows = tmp_path / "results" / REPORT.name, (REPORT / "runs.json").read_bytes()
+    own, rows = tmp_path / "results" / REPORT.name, (REPORT / "runs.json.xz").read_bytes()
     committed = read_committed(REPORT)
     options = [f"group={REPORT.name}", f"results_dir={tmp_path / 'results'}"]
 
@@ -127,7 +126,7 @@ def test_the_report_of_other_runs_is_not_overwritten(clone: Path, tmp_path: Path
     write_runs([again, *committed[1:]])
     with pytest.raises(ConfigError, match="a report of 1 runs"):
         make_report(load_config(options, "report"))
-    target = tmp_path / "results" / "summaries" / REPORT.name / "runs.json"
+    target = tmp_path / "results" / "summaries" / REPORT.name / "runs.json.xz"
     assert target.read_bytes() == rows
     write_runs(committed)
     make_report(load_config(options, "report"))  # of the same runs

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import lzma
 import os
 import re
 import secrets
@@ -63,14 +64,15 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def read_json(path: Path, remedy: str = "move the file away, or fetch it again") -> Any:
-    """The content of a JSON file.
+    """The content of a JSON file, also of a compressed one (`.xz`).
 
     Raises:
         DataError: the file is missing, cut short, not JSON, or nested too deeply.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+        return json.loads((lzma.decompress(content) if path.suffix == ".xz" else content).decode())
+    except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({_reason(error)})", remedy) from error
 
 

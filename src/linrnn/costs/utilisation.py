@@ -17,7 +17,7 @@ def mfu_of_summary(summary: Mapping[str, Any]) -> dict[str, float | None]:
     Both are None without a speed, for a GPU of unknown peak, and if the dimensions are not those of the size.
 
     Args:
-        summary: a run's summary.json, or a row of a committed runs.json.
+        summary: a run's summary.json, or a row of a committed runs.json.xz.
     """
     arch = architecture_of(summary)
     if arch is None:

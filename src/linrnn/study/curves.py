@@ -31,7 +31,7 @@ class Comparison:
 
 
 def compare(curve: Curve, other: Curve) -> Comparison:
-    """Compare two raw curves of metrics.jsonl. A thinned curve would not do: the means need all points."""
+    """Compare two curves. The means need all logged points."""
     common = _difference(curve, other)
     if not common:
         return Comparison(0, 0, None, None)
@@ -61,17 +61,6 @@ def smoothed(curve: Curve) -> list[tuple[int, float]]:
 def mean_of_last(curve: Curve) -> float | None:
     """Mean of the values logged in the last MEAN_OF_LAST steps."""
     return fmean(value for step, value in curve if step > curve[-1][0] - MEAN_OF_LAST) if curve else None
-
-
-def thinned(curve: Curve, every: int) -> list[tuple[int, float]]:
-    """Every n-th point and all points of the last MEAN_OF_LAST steps, with six digits.
-
-    Counting starts at the first point, so runs that ended at different steps keep the same points. The mean of the last
-    steps stays what it was.
-    """
-    end = curve[-1][0] if curve else 0
-    kept = [(step, value) for n, (step, value) in enumerate(curve) if n % every == 0 or step > end - MEAN_OF_LAST]
-    return [(step, float(f"{value:.6g}")) for step, value in kept]
 
 
 def _difference(curve: Curve, other: Curve) -> list[tuple[int, float]]:

@@ -76,8 +76,3 @@ def _training(recorded: str | None) -> str | None:
         return recorded
     words = with_new_names(dict(re.findall(r"(\S+?)=(.*?)(?= [\w.]+=|$)", recorded)))
     return " ".join(f"{key}={value}" for key, value in words.items())
-
-
-def thinned(report: Mapping[str, Any]) -> bool:
-    """Whether the curves of a runs.json have lost points. Those of reports without the key are whole."""
-    return report.get("curves_every", 1) > 1

@@ -1,29 +1,27 @@
 """Read back what was measured: runs, committed summaries, largest batches, breakdowns; also as a pandas frame."""
 
-import dataclasses
 import json
+import lzma
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.core.files import read_json, read_object, write_text
+from linrnn.core.files import read_json, read_object, write_bytes
 from linrnn.core.machine import GIB
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.mixtures import differing, read_origin
 from linrnn.study import curves, older_rows
 from linrnn.study.curves import Comparison
-from linrnn.study.steps import LOSS, STEPS, check_steps, read_steps, times_of, write_steps
+from linrnn.study.steps import LOSS, STATISTIC, TIMES, VALIDATION, packed, times_of, unpacked
 
 if TYPE_CHECKING:
     import pandas
 
-# A report's file with its runs' summaries, environment, thinned loss curves, and comparisons of the raw curves.
-COMMITTED = "runs.json"
+COMMITTED = "runs.json.xz"  # a report's file with its runs' environment, summaries and logged steps
 REPORTS = ("summaries",)  # the folders of the results directory that hold committed reports
 MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # files beside it, with the report's other inputs
 # The keys that tables need from every summary, and the remedy if a run's file is broken.
@@ -33,8 +31,6 @@ FIGURES = (
     *("step_time_ms_median", "mfu"),
 )
 AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
-STATISTIC = "loss/"  # prefix of a loss's statistics in metrics.jsonl
-CURVE_POINTS = 1000  # a committed curve has at most this many points
 # The keys of a setting. Runs that share all of them differ only in loss and seed.
 SETTING = (
     "model",
@@ -67,13 +63,11 @@ class Run:
     Attributes:
         summary: summary.json.
         environment: software, hardware and commit; empty for a run that could not start.
-        losses: (step, nats per token) of every logged step, or of a committed report's thinned curve.
+        losses: (step, nats per token) of every logged step.
         times: (step, milliseconds) of every logged step, by the names of :data:`linrnn.study.steps.TIMES`.
         statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
         validations: (step, perplexity) of every validation.
         mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
-        thinned: whether `losses` has lost points. `comparisons` then has the results from the raw curves.
-        comparisons: with other runs of its report, by their names, from the raw curves.
     """
 
     summary: dict[str, Any]
@@ -83,8 +77,6 @@ class Run:
     validations: list[tuple[int, float]] = field(default_factory=list)
     mixture: tuple[str, ...] = ()
     times: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    thinned: bool = False
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -196,10 +188,10 @@ def read_runs(group: Path) -> list[Run]:
 
 
 def read_committed(directory: Path) -> list[Run]:
-    """The runs of a committed report in `directory`, with every logged step if the report has a file of them.
+    """The runs of a committed report in `directory`, with every logged step.
 
     Raises:
-        DataError: it holds no report, or the logged steps of a run do not give the figures of its summary.
+        DataError: it holds no report, or a damaged one.
     """
     path = directory / COMMITTED
     if not path.exists() and any(directory.glob(f"*/{SUMMARY}")):
@@ -207,91 +199,55 @@ def read_committed(directory: Path) -> list[Run]:
             f"summary={directory} holds runs, and no report",
             f"use results_dir={directory.parent} group={directory.name} for a report on the runs",
         )
-    content = read_object(path, ("runs", "environment"), "name a directory that scripts/report.py wrote")
-    runs = [_read_committed(content, summary) for summary in content["runs"]]
-    if not (directory / STEPS).exists():
-        return runs
-    steps = read_steps(directory / STEPS)
-    for run in runs:
-        check_steps(run.summary, steps.get(run.name, {}), directory / STEPS)
-    return [_with_steps(run, steps[run.name]) if run.name in steps else run for run in runs]
+    content = read_object(path, ("runs", "environment", "steps"), "name a directory that scripts/report.py wrote")
+    origin, mixtures = read_origin(content["environment"]), content.get("mixtures", {})
+    runs = []
+    for summary in content["runs"]:
+        name = summary["run_name"]
+        series = unpacked(content["steps"].get(name, {}))
+        runs.append(
+            Run(
+                summary,
+                origin.environment,
+                series.get(LOSS, []),
+                {key.removeprefix(STATISTIC): one for key, one in series.items() if key.startswith(STATISTIC)},
+                series.get(VALIDATION, []),
+                mixture=tuple(mixtures.get(name, ())),
+                times={key: one for key, one in series.items() if key in TIMES},
+            )
+        )
+    return runs
 
 
-def _with_steps(run: Run, series: dict[str, list[tuple[int, float]]]) -> Run:
-    """A committed run with its whole curve in place of the thinned one."""
-    times = {name: points for name, points in series.items() if name != LOSS}
-    return dataclasses.replace(run, losses=series[LOSS], times=times, thinned=False)
+def write_committed(runs: Sequence[Run], directory: Path) -> Path:
+    """Write environment, summaries and all logged steps to COMMITTED. Times of runs that shared their GPU are left out.
 
-
-def write_every_step(runs: Sequence[Run], directory: Path) -> Path | None:
-    """Write the losses and times of all logged steps beside the rows. None if no run has its whole curve.
-
-    Times of runs that shared their GPU are left out.
+    The summaries come first, one value a line, for `xz -dc`.
     """
-    whole = [run for run in runs if run.losses and not run.thinned]
-    if not whole:
-        return None
-    path = directory / STEPS
-    write_steps({run.name: (run.losses, {} if run.gpu_shared else run.times) for run in whole}, path)
-    return path
-
-
-def _read_committed(content: dict[str, Any], summary: dict[str, Any]) -> Run:
-    name = summary["run_name"]
-
-    def points(curve: list[list[float]]) -> list[tuple[int, float]]:
-        return [(int(step), value) for step, value in curve]
-
-    origin = read_origin(content["environment"])
-    return Run(
-        summary,
-        origin.environment,
-        points(content.get("losses", {}).get(name, [])),
-        {kind: points(curve) for kind, curve in content.get("statistics", {}).get(name, {}).items()},
-        points(content.get("validations", {}).get(name, [])),
-        mixture=tuple(content.get("mixtures", {}).get(name, ())),
-        thinned=older_rows.thinned(content),
-        comparisons={
-            other: Comparison(**found) for other, found in content.get("comparisons", {}).get(name, {}).items()
-        },
-    )
-
-
-def write_committed(runs: Sequence[Run], path: Path) -> None:
-    """Write summaries, the shared environment, thinned curves (about `CURVE_POINTS` points) and curve comparisons.
-
-    This file alone is enough to compute the verdicts: the comparisons are of the raw curves. Those are in STEPS.
-    """
-    every = -(-max((len(run.losses) for run in runs), default=0) // (CURVE_POINTS - 1)) or 1
     content = {
         "environment": environment_of(runs),
         **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
-        "curves_every": every,
         "runs": [run.summary for run in runs],
     }
-    lists = {
-        "losses": {run.name: curves.thinned(run.losses, every) for run in runs if run.losses},
-        "statistics": {
-            run.name: {name: curves.thinned(curve, every) for name, curve in run.statistics.items()}
-            for run in runs
-            if run.statistics
-        },
-        "validations": {run.name: run.validations for run in runs if run.validations},
-        "comparisons": _comparisons(runs),
+    steps = {
+        run.name: packed(
+            {LOSS: run.losses}
+            | ({} if run.gpu_shared else run.times)
+            | {f"{STATISTIC}{name}": curve for name, curve in run.statistics.items()}
+            | ({VALIDATION: run.validations} if run.validations else {})
+        )
+        for run in runs
+        if run.losses
     }
-    lines = "".join(f',\n "{name}": {json.dumps(curve)}' for name, curve in lists.items() if curve)
-    write_text(path, f"{json.dumps(content, indent=1)[:-2]}{lines}\n}}\n")
+    text = f'{json.dumps(content, indent=1)[:-2]},\n "steps": {json.dumps(steps, separators=(",", ":"))}\n}}\n'
+    path = directory / COMMITTED
+    write_bytes(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    return path
 
 
-def comparison(run: Run, base: Run) -> Comparison | None:
-    """Two runs' loss curves compared over their common steps; None if only thinned curves exist without a result."""
-    if not run.thinned and not base.thinned:
-        return curves.compare(run.losses, base.losses)
-    return run.comparisons.get(base.name) or _reversed(base.comparisons.get(run.name))
-
-
-def _reversed(found: Comparison | None) -> Comparison | None:
-    return found and dataclasses.replace(found, last=None if found.last is None else -found.last)
+def comparison(run: Run, base: Run) -> Comparison:
+    """Two runs' loss curves compared over their common steps."""
+    return curves.compare(run.losses, base.losses)
 
 
 def alike(a: Run, b: Run) -> bool:
@@ -301,17 +257,6 @@ def alike(a: Run, b: Run) -> bool:
     """
     horizons = {a.horizon, b.horizon} - {None}
     return a.course == b.course and len(horizons) < 2
-
-
-def _comparisons(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Comparisons of every two runs that are alike and share loss or seed."""
-    names = backend_names([run.summary for run in runs])
-    found: dict[str, dict[str, Any]] = {}
-    for (a, name), (b, other) in combinations(zip(runs, names, strict=True), 2):
-        related = (name == other) != (a.summary["seed"] == b.summary["seed"])
-        if related and alike(a, b) and (result := comparison(a, b)) is not None and result.steps:
-            found.setdefault(a.name, {})[b.name] = dataclasses.asdict(result)
-    return found
 
 
 def check_origin(runs: Iterable[Run], title: str) -> None:

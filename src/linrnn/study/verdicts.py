@@ -130,7 +130,7 @@ def _difference(key: str) -> Compare:
 def curve_difference(run: Run, base: Run) -> Compared | None:
     """The largest difference between two loss curves."""
     found = comparison(run, base)
-    if not learnt(run, base) or found is None or found.largest is None:
+    if not learnt(run, base) or found.largest is None:
         return None
     return Compared(found.largest, note=f"every {found.every}th step logged" if found.every > 1 else "")
 

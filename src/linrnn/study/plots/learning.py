@@ -42,9 +42,8 @@ def loss_curves(runs: Sequence[Run], title: str = "Do the losses train the same 
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
     figure.suptitle(title)
-    some = " of thinned curves" if any(run.thinned for run in runs) else ""
     seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
-    legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps{some}. {seeds}Grey: ±0.01 nats.")
+    legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps. {seeds}Grey: ±0.01 nats.")
     return figure
 
 

@@ -164,7 +164,7 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
     cards = {state["card"] for _, state in states if state.get("card")}  # older runs do not name their GPU
     if len(cards) > 1:
         lines.append(
-            f"**{len(cards)} GPUs of this kind made these runs** (`gpu_state.card` in runs.json): a ratio of two runs' "
+            f"**{len(cards)} GPUs of this kind made these runs** (`gpu_state.card`): a ratio of two runs' "
             "speeds may also hold the GPUs' difference"
         )
     return lines + [

@@ -201,7 +201,7 @@ def of_courses(runs: Sequence[Run]) -> Table | None:
         if same_loss == same_seed or not alike(a, b):
             continue
         found = comparison(b, a)
-        if found is None or found.last is None or found.steps * found.every < LEAST_STEPS:
+        if found.last is None or found.steps * found.every < LEAST_STEPS:
             continue
         validated = max(dict(a.validations).keys() & dict(b.validations).keys(), default=None)
         valid = [None if validated is None else dict(run.validations)[validated] for run in (b, a)]

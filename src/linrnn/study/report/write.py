@@ -32,9 +32,7 @@ from linrnn.study.results import (
     read_list,
     read_max_batches,
     write_committed,
-    write_every_step,
 )
-from linrnn.study.steps import STEPS
 from linrnn.study.verdicts import verdicts
 
 
@@ -62,8 +60,6 @@ def make_report(config: ReportConfig) -> list[Path]:
         title, runs, committed = directory.resolve().name, read_committed(directory), True
     source = f"{len(runs)} {'committed runs' if committed else 'runs'} of {directory}"
     print(f"read {source}")
-    if committed and (directory / STEPS).exists():
-        print(f"read all their logged steps from {directory / STEPS}: they give the rows' final losses and times")
     again = _command(config)
     if committed:
         lists = (read_list(directory / name) for name in (MAX_BATCHES, BREAKDOWNS))
@@ -108,15 +104,14 @@ def write_report(
 ) -> list[Path]:
     """Write the pages of :func:`write_pages`, and the rows from which they can be written again.
 
-    The rows are runs.json (summaries and thinned curves), steps.json.xz (the loss and the times of every logged step),
-    and the largest batches and breakdowns of the same models and sizes.
+    The rows are runs.json.xz (summaries and every logged step), and the largest batches and breakdowns of the same
+    models and sizes.
 
     Raises:
         ConfigError: the runs were made on different GPUs, with different versions or at different commits.
     """
     paths = write_pages(runs, directory, title, max_batches, breakdowns, **said)
-    committed = directory / COMMITTED
-    write_committed(runs, committed)
+    rows = write_committed(runs, directory)
     kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
     answers = [answer for answer in max_batches if (answer["model"], answer["size"]) in kinds]
     taken_apart = [b for b in breakdowns if (b["run"]["model"], b["run"]["size"]) in kinds]
@@ -125,9 +120,7 @@ def write_report(
         if content:
             write_json(directory / name, content)
             others.append(directory / name)
-    if steps := write_every_step(runs, directory):
-        others.append(steps)
-    return [*paths, committed, *others]
+    return [*paths, rows, *others]
 
 
 def write_pages(
