@@ -311,12 +311,11 @@ def test_a_steps_peak_is_within_three_percent_of_the_measured_one(model):
 
 
 def committed_runs() -> list[dict]:
-    """Summaries of the matched models' runs on a GPU that record how they were made, each with its group's commit."""
+    """Summaries of the matched models' runs on a GPU, each with its group's commit."""
     groups = [read_json(path) for path in REPORTS]
     runs = [run | {"commit": group["environment"]["git"]["commit"]} for group in groups for run in group["runs"]]
-    needed = ("loss_options", "activation_checkpointing")
-    runs = [run for run in runs if run["status"] == "finished" and run.keys() >= set(needed)]
-    return [run for run in runs if not run["model"].startswith("fla:")]  # their memory is unknown
+    finished = [run for run in runs if run["status"] == "finished"]
+    return [run for run in finished if not run["model"].startswith("fla:")]  # their memory is unknown
 
 
 # The trainer of these commits and earlier ones kept the loss's inputs until the end of the backward pass.
@@ -330,7 +329,7 @@ HELD_SUMS_OF_DECAYS = "cc321ce"
 
 
 def architecture(run: dict) -> Architecture:
-    chunk = run.get("chunk_size") or "null"
+    chunk = run["chunk_size"] or "null"
     name, *options = run["model"].split()
     options = [f"model.{option}" for option in [f"chunk_size={chunk}", *options]]
     config = configured(f"model={name}", *options, f"size={run['size']}")
@@ -339,15 +338,13 @@ def architecture(run: dict) -> Architecture:
 
 def foreseen(run: dict) -> MemoryEstimate:
     """The formulas' figures for a committed run, by the trainer that made it."""
-    always = {"filter_if_faster": False} if run["loss"] == "cce_filter" else {}  # older runs had no choice
-    given = always | run["loss_options"]
-    options = [f"loss.{key}={'null' if value is None else value}" for key, value in given.items()]
+    options = [f"loss.{key}={'null' if value is None else value}" for key, value in run["loss_options"].items()]
     loss = configured(f"loss={run['loss']}", *options).loss
     arch = architecture(run)
     assert arch.n_parameters == run["n_parameters"]
     keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
     how = {key: run[key] for key in keys}
-    how["compiled_blocks"] = "trainer.compile=blocks" in run.get("training", "")
+    how["compiled_blocks"] = "trainer.compile=blocks" in run["training"]
     if "H200" not in run["device"] or run["commit"][:7] in NEWER_ON_H200:
         return estimate(arch, loss, **how)
     loss = third_of_the_logits(loss, run["batch_size"] * run["seq_len"], arch.hidden_size, arch.vocab_size)
@@ -421,7 +418,7 @@ def test_formulas_agree_with_every_committed_run():
     """Peak and loss layer within one per cent, tokens/s exactly."""
     assert {run["activation_checkpointing"] for run in committed_runs()} == {"none", "selective", "full"}
     for run in committed_runs():
-        if "trainer.float8=blocks" in run.get("training", ""):
+        if "trainer.float8=blocks" in run["training"]:
             continue  # training says before such a run that its memory is unknown
         memory, measured = foreseen(run), run["memory_bytes"]
         name = f"{run['group']}/{run['run_name']}"
@@ -432,10 +429,10 @@ def test_formulas_agree_with_every_committed_run():
         if run["group"] != "whole_step" and run["loss"] != "cce_filter":  # earlier kernels; lists as long as they need
             for part in ("loss_forward", "loss_backward"):
                 assert getattr(memory, part) == pytest.approx(measured[part], rel=0.01, abs=8 * MIB), (name, part)
-        if run.get("gpu_shared"):
+        if run["gpu_shared"]:
             assert run["tokens_per_second"] is None
             continue
-        clock = "wall_step_ms" if run.get("tokens_per_second_is") == "wall clock" else "step_time_ms_median"
+        clock = "wall_step_ms" if run["tokens_per_second_is"] == "wall clock" else "step_time_ms_median"
         sequences, seconds = run["batch_size"] * run["accumulation_steps"], run[clock] / 1e3
         assert run["tokens_per_second"] == pytest.approx(sequences * run["seq_len"] / seconds)
 

@@ -58,7 +58,9 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "chunk_size": None,
         "loss_options": {},
         "memory_budget_gib": None,
+        "training": f"schedule.steps={more.get('steps', 60)}",
         "n_parameters": 10_000_000,
+        "hidden_size": 256,
         "vocab_size": 32000,
         "precision": "bf16_autocast",
         "steps": 60,
@@ -72,6 +74,7 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "memory_bytes": {"peak": int(gib * GIB), "loss_forward": 0, "loss_backward": GIB, "parameters": GIB},
         "tokens_per_second": speed,
         "tokens_per_second_is": "wall clock",
+        "wall_step_ms": None,
         "step_time_ms_median": 1.0,
         "measured_steps": 50,
         "mfu": 0.1,
@@ -416,6 +419,7 @@ def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HE
         "max_sequences": batch,
         "exact": True,
         "memory_budget_gib": 80.0,
+        "world_size": 1,
         "probes": probes,
         "environment": environment,
     }
@@ -608,7 +612,7 @@ def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change
 @pytest.mark.usefixtures("text_alone")
 def test_the_next_bottleneck_and_the_bound_of_a_free_loss_come_from_breakdowns_of_this_origin(tmp_path: Path) -> None:
     time = {"loss": {"forward": 1.0, "backward": 1.0}, "mixer": {"forward": 6.0}, "step": {"total": 10.0}}
-    own = {"run": run("compiled").summary, "environment": HERE, "time": time, "hardware_utilisation": 0.93}
+    own = {"run": run("compiled").summary, "environment": HERE, "time": time, "steps": [], "hardware_utilisation": 0.93}
     own["memory"] = {"peak": {"measured": 13 * GIB}, "peak/without_loss_layer": {"measured": 10 * GIB}}
     text = write_report(FIVE_SEEDS, tmp_path, "g", (), [own, {**own, "environment": ELSEWHERE}])[0].read_text()
     assert (
@@ -683,7 +687,11 @@ def test_lengths_are_drawn_from_zero_on_in_one_scale_that_holds_every_panels_poi
 @pytest.mark.usefixtures("text_alone")
 def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path: Path) -> None:
     def course(loss: str, steps: int, nats: float, seed: int = 0) -> Run:
-        killed = {} if steps == 80 else {"status": "failed", "reason": "killed", "data_fingerprint": None}
+        killed = (
+            {}
+            if steps == 80
+            else {"status": "failed", "reason": "killed", "data_fingerprint": None, "training": "schedule.steps=80"}
+        )
         curve = [(step, nats + 1 / step) for step in range(1, steps + 1)]
         valid = [(step, 100 * nats + step) for step in (40, 80) if step <= steps]
         last = {"train_loss_nats": curves.mean_of_last(curve)}
@@ -908,7 +916,14 @@ def test_of_shared_and_unshared_runs_the_unshared_ones_decide_times() -> None:
 
 @pytest.mark.usefixtures("text_alone")
 def test_other_processes_on_the_gpu_stand_in_the_report(tmp_path: Path) -> None:
-    state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 2}
+    state = {
+        "sm_mhz": 1980.0,
+        "memory_mhz": 3201.0,
+        "watts": 600.0,
+        "celsius": 50.0,
+        "other_processes": 2,
+        "card": None,
+    }
     text = write_report([run("compiled", gpu_state=state)], tmp_path, "g")[0].read_text()
     assert "SM clock at the end of training: 1,980 to 1,980 MHz" in text
     assert "2 other processes computed on the GPU" in text
@@ -1010,7 +1025,7 @@ def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:
 @pytest.mark.usefixtures("text_alone")
 def test_runs_of_two_horizons_are_never_compared(tmp_path: Path) -> None:
     def of(loss: str, horizon: int, **more: Any) -> Run:
-        words = f"optimizer.lr=0.001 optimizer.schedule_steps={horizon} init_from=None"
+        words = f"optimizer.lr=0.001 schedule.steps={horizon} init_from=None"
         return run(loss, training=words, run_name=f"{loss}-{horizon}", **more)
 
     runs = [of("compiled", 60), of("cce_kahan", 120, nats=4.0, speed=3000, gib=1)]

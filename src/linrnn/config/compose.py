@@ -30,7 +30,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from linrnn.config.fla.names import find_fla_model, settle_fla_model
-from linrnn.config.older_keys import refuse_old_names, regrouped
 from linrnn.config.safety import check_overrides, check_text
 from linrnn.config.schema import COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
 from linrnn.config.strings import list_keys, quoted, string_keys, unreadable
@@ -112,7 +111,6 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> Dict
         ConfigError: a group option, key or value is unknown. The error offers the nearest valid names.
     """
     check_overrides(overrides)
-    refuse_old_names(overrides)
     lines = quoted(overrides, config_name)
     try:
         parsed = [_parsed(line) for line in lines]
@@ -313,7 +311,7 @@ def read_config(path: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
         check_text(text)
-        raw: Any = OmegaConf.create(regrouped(cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))))
+        raw: Any = OmegaConf.create(text)
         typed = OmegaConf.structured(Config)
         for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
             options = SCHEMAS[group]

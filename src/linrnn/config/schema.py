@@ -73,7 +73,6 @@ class ModelConfig:
 class ProjectedModelConfig(ModelConfig):
     """A model whose queries, keys and values may come from one projection of low rank."""
 
-    # Runs of earlier versions lack the key.
     shared_projection_rank: int | None = field(default=None, metadata={"minimum": 1})
 
     @property
@@ -311,7 +310,6 @@ class FsdpConfig(DistributedConfig):
     """Parameters, gradients and optimizer state are sharded; blocks are gathered when needed (torch's FSDP2)."""
 
     shard_ranks: int | None = at_least(1)
-    # Runs of earlier versions lack these keys.
     blocks_together: int = field(default=1, metadata={"minimum": 1})
     keep_gathered: bool = False
 

@@ -28,7 +28,7 @@ def mfu_of_summary(summary: Mapping[str, Any]) -> dict[str, float | None]:
         tokens_per_second=summary["tokens_per_second"],
         device_name=summary["device"] or "",
         precision=summary["precision"] or "",
-        n_devices=summary.get("world_size") or 1,  # committed rows without the key are of one GPU
+        n_devices=summary["world_size"] or 1,
     )
 
 

@@ -49,15 +49,15 @@ class Breakdown:
         environment: versions, hardware, commit.
         memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
         time: part -> {"forward", "backward", "recomputed"} seconds, medians; step, optimizer and host have "total".
-            mixer/projections and mixer/scan are the two parts of mixer; older breakdowns have neither them nor host.
+            mixer/projections and mixer/scan are the two parts of mixer.
         flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; "optimizer" has
             "update". Null: no formulas.
         traffic: part -> {"forward", "backward"} bytes of HBM by formula; "optimizer" has "total".
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
         peak_flops_per_second: the device's peak; null if unknown.
-        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds. Older
-            breakdowns have none.
+        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds; empty
+            if the medians alone were kept.
     """
 
     run: dict[str, Any]

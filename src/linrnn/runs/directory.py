@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.naming import HORIZON
-from linrnn.config.older_keys import with_new_names
 from linrnn.core.errors import ConfigError, LinrnnError, StorageError
 from linrnn.core.files import read_object, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
@@ -157,7 +156,7 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
-        there = with_new_names(read_object(self.path / IDENTITY, remedy=ASIDE))
+        there = read_object(self.path / IDENTITY, remedy=ASIDE)
         here = json.loads(json.dumps(self._identity))
         changed = differences(there, here)
         if not changed:

@@ -11,6 +11,7 @@ from typing import Any
 
 from linrnn.core.machine import GIB
 
+WALL_CLOCK = "wall clock"  # tokens_per_second_is
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
 HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
 UNEVEN = 0.10  # if the mean time of a step differs by more from the median, a report says so
@@ -32,13 +33,18 @@ def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> 
     loss = {name: _median(measured, f"speed/loss_{name}_ms") for name in ("forward", "backward")}
     return {
         "tokens_per_second": wall and 1e3 * tokens_per_step / wall,
-        "tokens_per_second_is": "wall clock",
+        "tokens_per_second_is": WALL_CLOCK,
         "wall_step_ms": wall,
         "step_time_ms_median": _median(measured, "speed/step_ms"),
         "host_step_ms": wall and wall - _total(measured, "speed/step_ms") / steps,
         "loss_layer_ms": {name: value for name, value in loss.items() if value is not None} or None,
         "measured_steps": steps,
     }
+
+
+def by_wall_clock(summary: Mapping[str, Any]) -> bool:
+    """Whether tokens/s are by wall clock. Those of some committed rows come from the device time of a step."""
+    return summary.get("tokens_per_second_is") == WALL_CLOCK
 
 
 def on_cpu(summary: Mapping[str, Any]) -> bool:
@@ -54,7 +60,7 @@ def host_decides(summary: Mapping[str, Any]) -> bool:
 def waits_between_steps(summary: Mapping[str, Any]) -> bool:
     """Whether more than 2 % of a run's wall-clock time passes between steps.
 
-    False for a row that lacks one of the two times, as most committed rows do.
+    False without one of the two times.
     """
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
     return host is not None and wall is not None and host > HOST_DECIDES * wall

@@ -30,7 +30,7 @@ def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
 
 def seconds_of_steps(breakdown: dict[str, Any]) -> list[dict[str, float]]:
     """Seconds by part of every timed step, the divided mixers and the rest included. Without steps: the medians."""
-    timed = [_all_passes(seconds) for seconds in breakdown.get("steps") or ()] or [_all_medians(breakdown)]
+    timed = [_all_passes(seconds) for seconds in breakdown["steps"]] or [_all_medians(breakdown)]
     return [{**seconds, REST: _parts(seconds)[REST]} for seconds in timed]
 
 

@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from linrnn.core.machine import GIB
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.mixtures import differing, read_origin
-from linrnn.study import curves, older_rows
+from linrnn.study import curves
 from linrnn.study.curves import Comparison
 from linrnn.study.steps import LOSS, STATISTIC, TIMES, VALIDATION, packed, times_of, unpacked
 
@@ -30,6 +31,7 @@ FIGURES = (
     *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
     *("step_time_ms_median", "mfu"),
 )
+_HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
 AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
 # The keys of a setting. Runs that share all of them differ only in loss and seed.
 SETTING = (
@@ -98,22 +100,23 @@ class Run:
 
     @property
     def horizon(self) -> int | None:
-        """The step at which its schedule ends; None for an unfinished run that did not record it."""
-        return older_rows.horizon(self.summary)
+        """The step at which its schedule ends; None if it did not record it."""
+        found = _HORIZON.search(self.summary["training"])
+        return int(found[1]) if found else None
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
         """The values of keys of a setting."""
         own = {
             **self.summary,
             "horizon": self.horizon,
-            "training": older_rows.without_horizon(self.summary.get("training")),
+            "training": without_horizon(self.summary["training"]),
         }
         return tuple(own.get(key) for key in keys)
 
     @property
     def execution(self) -> str:
         """How its blocks are executed, where that is not as usual: `compile=blocks, float8=blocks`, say."""
-        told = dict(word.split("=", 1) for word in (self.summary.get("training") or "").split() if "=" in word)
+        told = dict(word.split("=", 1) for word in self.summary["training"].split() if "=" in word)
         chosen = {key: told.get(f"trainer.{key}", "none") for key in ("compile", "float8")}
         return ", ".join(f"{key}={value}" for key, value in chosen.items() if value != "none")
 
@@ -131,6 +134,11 @@ class Run:
 def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Of the first run that started and mixes no origins; empty if there is none. Runs of one report share it."""
     return next((run.environment for run in runs if run.environment and not run.mixture), {})
+
+
+def without_horizon(training: str) -> str:
+    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    return _HORIZON.sub("", training)
 
 
 @dataclass(frozen=True)

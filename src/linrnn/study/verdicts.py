@@ -7,7 +7,7 @@ from math import isclose
 from statistics import median
 from typing import Any
 
-from linrnn.runs.figures import host_decides
+from linrnn.runs.figures import by_wall_clock, host_decides
 from linrnn.runs.intervals import LEAST_PAIRS, WITHIN, pairs_for
 from linrnn.runs.mixtures import same_origin
 from linrnn.study.criteria import (
@@ -34,13 +34,13 @@ from linrnn.study.criteria import (
     Verdict,
     judge,
 )
-from linrnn.study.older_rows import by_wall_clock, checkpointing_of, hidden_size, step_ms, without_horizon
 from linrnn.study.results import (
     SETTING,
     Run,
     backend_names,
     comparison,
     environment_of,
+    without_horizon,
 )
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
@@ -144,7 +144,7 @@ def backward_speed_up(run: Run, base: Run) -> Compared | None:
 def free_loss_speed_up(run: Run) -> float | None:
     """How many times as fast a run's steps would be if the loss layer took no time; None if unknown."""
     of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
-    step = step_ms(summary)
+    step = summary["wall_step_ms"] or summary["step_time_ms_median"]
     if not of_loss or not step:
         return None
     rest = step - sum(of_loss.values())
@@ -200,7 +200,7 @@ def verdicts(runs: Sequence[Run], max_batches: Sequence[dict[str, Any]] = ()) ->
     kinds = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
         if run.finished and not run.mixture:
-            kind = run.summary["model"], checkpointing_of(run.summary), run.execution
+            kind = run.summary["model"], run.summary["activation_checkpointing"], run.execution
             kinds[kind][run.setting].setdefault(name, []).append(run)
     environment = environment_of(runs)
     found: list[Verdict] = []
@@ -385,21 +385,21 @@ def _largest_batches(
     for answer, name in zip(answers, backend_names(answers), strict=True):
         if (answer["model"], answer["size"]) != (run.summary["model"], run.summary["size"]):
             continue
-        if checkpointing_of(answer) != checkpointing_of(run.summary):
+        if answer["activation_checkpointing"] != run.summary["activation_checkpointing"]:
             continue
         if not answer["environment"].get("gpus"):
             continue
         if differing := same_origin(environment, answer["environment"]):
             left_out = differing
             continue
-        key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer.get("training")))
+        key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer["training"]))
         # Names tell losses apart by the options that differ among the runs, or among the answers: not always the same.
         same_loss = all((answer.get(k) or {}) == (run.summary.get(k) or {}) for k in ("loss", "loss_options"))
         found[key][backend if same_loss else name] = answer
     pairs = [(both[backend], both[against]) for both in found.values() if backend in both and against in both]
     reason = f"measured elsewhere: another {', '.join(left_out)}" if left_out else ""
     if not pairs:
-        where = f"checkpointing {checkpointing_of(run.summary)}"
+        where = f"checkpointing {run.summary['activation_checkpointing']}"
         return [judge(one, *names, [], setting=where, remark=reason) for one in (BATCH, SPEED_AT_LARGEST)]
     return [verdict for own, base in pairs for verdict in _searched(own, base, names)]
 
@@ -412,9 +412,9 @@ def _searched(own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, 
     """
     where = (
         f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
-        f"checkpointing {checkpointing_of(own)}, {own['memory_budget_gib']:g} GiB"
+        f"checkpointing {own['activation_checkpointing']}, {own['memory_budget_gib']:g} GiB"
     )
-    if (ranks := own.get("world_size", 1)) > 1:
+    if (ranks := own["world_size"]) > 1:
         where += f" on each of {ranks} ranks ({own['parallel']})"
     unknown = not own["max_sequences"] and not own["exact"]  # no probe fitted, but smaller batches were not tried
     batches = [own["max_sequences"] / base["max_sequences"]] if base["max_sequences"] and not unknown else []
@@ -445,8 +445,7 @@ def _shares(model: str, backend: str, runs: Sequence[Run], where: str) -> list[V
         if "loss_backward" not in memory or "peak" not in memory:
             continue
         compute = 4 if s["precision"] == "fp32" else 2
-        width = hidden_size(s)
-        gradients = compute * width * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
+        gradients = compute * s["hidden_size"] * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
         shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"]) / memory["peak"]
         without[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - gradients, 0) / memory["peak"]
     return [

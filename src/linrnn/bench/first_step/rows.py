@@ -30,7 +30,7 @@ class Row:
     seconds_to: dict[str, float]
     stored: int | None = None
     near: int | None = None
-    first: int | None = None  # older rows have none: there was no such mode
+    first: int | None = None
     tuned: int | None = None
 
     def at(self, stage: str) -> float | None:

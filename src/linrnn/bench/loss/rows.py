@@ -82,7 +82,7 @@ class Row:
     first_call_s: float | None = None  # compiling and tuning of kernels
     sm_mhz: float | None = None  # medians over the rounds
     watts: float | None = None
-    # Every round's times, in order, so that intervals can be computed again. Rows before 24 November 2026 lack them.
+    # Every round's times, in order, so that intervals can be computed again. Some rows lack them.
     rounds_ms: list[float] = field(default_factory=list)  # of forward and backward pass
     forward_rounds_ms: list[float] = field(default_factory=list)  # of the forward pass without gradients
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from linrnn.core.errors import DataError
 from linrnn.study.criteria import BATCH, Verdict, judge
-from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, read_committed
 from linrnn.study.verdicts import BASELINES, EXACT
 
@@ -73,7 +72,7 @@ def searches(runs: Iterable[Run]) -> dict[Key, Search]:
     found: dict[Key, dict[int, dict[str, Any]]] = {}
     settings = set()
     for summary in (run.summary for run in runs):
-        key = summary["model"], checkpointing_of(summary), summary["loss"]
+        key = summary["model"], summary["activation_checkpointing"], summary["loss"]
         found.setdefault(key, {})[summary["batch_size"]] = summary
         settings.add(tuple(summary[name] for name in ALIKE))
     if len(settings) > 1:

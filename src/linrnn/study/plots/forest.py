@@ -23,7 +23,6 @@ from linrnn.study.criteria import (
     Criterion,
     Verdict,
 )
-from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, loss_layer_share
 from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
 
@@ -98,8 +97,8 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict]) -> list[Row]:
         kind = named[1] if named else "none"
         own = [run for run in runs if run.finished and run.summary["model"] == verdict.model]
         if "checkpointing" not in verdict.setting:
-            kind = checkpointing_of(own[0].summary)
-        own = [run for run in own if checkpointing_of(run.summary) == kind]
+            kind = own[0].summary["activation_checkpointing"]
+        own = [run for run in own if run.summary["activation_checkpointing"] == kind]
         bases = [run for run in own if run.summary["loss"] == verdict.against]
         name = model_in_words(verdict.model, own[0].summary["size"])
         rows.append(Row(verdict, name + SHORT[kind], _free_memory(bases)))

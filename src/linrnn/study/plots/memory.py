@@ -6,7 +6,6 @@ from typing import Any
 from linrnn.core.machine import GIB
 from linrnn.core.plot_style import LOSSES, OTHER, close_bars, in_words, legend_below, loss_of, subplots
 from linrnn.models.facts import model_in_words
-from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import heading, measured, named
 from linrnn.study.results import Run, backend_names
 
@@ -33,7 +32,7 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     firsts: dict[tuple[str, str, str, int], Run] = {}
     for run, name in named(measured(runs)):
         s = run.summary
-        firsts.setdefault((s["model"], checkpointing_of(s), name, s["batch_size"]), run)
+        firsts.setdefault((s["model"], s["activation_checkpointing"], name, s["batch_size"]), run)
     several = len({batch for *_, batch in firsts}) > 1
     entries = sorted(firsts.items(), key=lambda entry: _place(*entry[0]))
     groups = list(dict.fromkeys(key[:2] for key, _ in entries))
@@ -103,7 +102,7 @@ def largest_batches(answers: Sequence[dict[str, Any]], title: str) -> Any:
     own = [
         (answer["activation_checkpointing"] or "none", answer["model"], name, answer["max_sequences"])
         for answer, name in zip(answers, backend_names(answers), strict=True)
-        if answer["exact"] and answer.get("world_size", 1) == 1
+        if answer["exact"] and answer["world_size"] == 1
     ]
     kinds = [kind for kind in ("none", "selective", "full") if any(kind == one[0] for one in own)]
     order = ("standard", "compiled", "liger")

@@ -8,7 +8,6 @@ from typing import Any
 from linrnn.core.machine import GIB
 from linrnn.core.plot_style import GREY, WIDTH, in_words, legend_below, looks, subplots
 from linrnn.runs.intervals import estimate
-from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.plots.select import baseline_of, clock_of, family, heading, measured, named
 from linrnn.study.results import Run, loss_layer_share, loss_time_share
 
@@ -206,7 +205,7 @@ def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: An
 
 
 def _panel(run: Run) -> tuple[str, str]:
-    return run.summary["model"], checkpointing_of(run.summary)
+    return run.summary["model"], run.summary["activation_checkpointing"]
 
 
 def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 
 from linrnn.bench.loss.rows import crossovers
 from linrnn.models.facts import model_in_words
-from linrnn.runs.figures import NOT_MEASURED, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, WALL_CLOCK, by_wall_clock, waits_between_steps
 from linrnn.runs.intervals import LEAST_PAIRS
-from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock, checkpointing_of
 from linrnn.study.results import SETTING, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
 
-DEVICE_TIME = "device time"  # earlier tokens/s come from the device time of a step
+DEVICE_TIME = "device time"  # of rows whose tokens/s come from the device time of a step
 NO_SPEED = "not measured"  # no run came past its warm-up
 
 
@@ -63,7 +62,7 @@ def crossover_lines(runs: Sequence[Run]) -> list[str]:
     ranked = speeds_rank([run for run, _ in joined])
     for run, name in joined:
         summary = run.summary
-        if checkpointing_of(summary) != "none":
+        if summary["activation_checkpointing"] != "none":
             continue
         own = {
             "step": 1 / summary["tokens_per_second"] if ranked else 0.0,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from linrnn.study.criteria import Verdict
-from linrnn.study.older_rows import of_study
 from linrnn.study.results import Run
 
 YARDSTICK = (
@@ -23,8 +22,9 @@ _WORDS = (
 
 
 def are_of_study(runs: Sequence[Run]) -> bool:
-    """Whether a report holds runs of the study's experiments."""
-    return any(of_study(run.summary) for run in runs)
+    """Whether a report holds runs of the study: a command names one of its experiments (`experiment=mve`)."""
+    words = [word for run in runs for word in run.summary["command"].split()]
+    return any(word.startswith("experiment=") and word != "experiment=null" for word in words)
 
 
 def without_hypotheses(found: Sequence[Verdict]) -> list[Verdict]:

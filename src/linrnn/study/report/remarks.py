@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.runs.environment import commit_in_words
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
+from linrnn.runs.figures import (
+    NOT_MEASURED,
+    WALL_CLOCK,
+    by_wall_clock,
+    host_decides,
+    on_cpu,
+    uneven_steps,
+    waits_between_steps,
+)
 from linrnn.runs.mixtures import same_origin
 from linrnn.runs.step_parts import shares_of_step
 from linrnn.runs.summary import MEAN_OF_LAST
@@ -21,7 +29,6 @@ from linrnn.study.criteria import (
     Verdict,
 )
 from linrnn.study.hypotheses import branches
-from linrnn.study.older_rows import WALL_CLOCK, by_wall_clock
 from linrnn.study.report.own_runs import YARDSTICK, are_of_study
 from linrnn.study.results import Run, backend_names, environment_of
 from linrnn.study.verdicts import CONTROL
@@ -161,7 +168,7 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
     states = [(run.summary["run_name"], state) for run in alone if (state := run.summary.get("gpu_state"))]
     clocks = [state["sm_mhz"] for _, state in states if state["sm_mhz"] is not None]
     lines = [f"SM clock at the end of training: {min(clocks):,.0f} to {max(clocks):,.0f} MHz"] if clocks else []
-    cards = {state["card"] for _, state in states if state.get("card")}  # older runs do not name their GPU
+    cards = {state["card"] for _, state in states if state["card"]}
     if len(cards) > 1:
         lines.append(
             f"**{len(cards)} GPUs of this kind made these runs** (`gpu_state.card`): a ratio of two runs' "

@@ -41,7 +41,7 @@ def changes_of_loss(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def _training(run: Run) -> list[str]:
-    return (run.summary.get("training") or "").split()
+    return run.summary["training"].split()
 
 
 def _change(run: Run) -> str:

@@ -12,7 +12,6 @@ from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.study import plots
 from linrnn.study.criteria import LEAST_STEPS, MET, MISSED, OPEN, UNDECIDED, Verdict
 from linrnn.study.curves import SMOOTHED_STEPS, mean_of_last
-from linrnn.study.older_rows import checkpointing_of
 from linrnn.study.results import Run, alike, backend_names, comparison, loss_time_share
 from linrnn.study.verdicts import CONTROL, OURS, free_loss_speed_up
 
@@ -247,7 +246,7 @@ def of_filters(runs: Sequence[Run]) -> Table | None:
 # ------------------------------------------------------------------------------------------------------------ cells
 def checkpointed(run: Run) -> str:
     """A run's kind of activation checkpointing."""
-    return checkpointing_of(run.summary)
+    return run.summary["activation_checkpointing"]
 
 
 def _steps(run: Run) -> str:
