@@ -362,7 +362,7 @@ def test_rows_of_several_runs_say_which_is_theirs(tmp_path):
 def test_notebooks_read_a_gpu_s_rows_before_the_cpu_s(tmp_path, monkeypatch):
     monkeypatch.setenv("LINRNN_RESULTS", str(tmp_path))
     for device, shape in (("cpu", "small"), ("nvidia_h200", "large")):
-        merge_rows(tmp_path / "bench_loss" / device / f"{shape}.json", [make_row("compiled", shape=shape)])
+        merge_rows(tmp_path / "bench_loss" / device / "rows.json", [make_row("compiled", shape=shape)])
     assert [row.shape for row in bench_rows("nvidia_h100")] == ["large"]
     assert [row.shape for row in bench_rows("cpu")] == ["small"], "the one that is named"
 
@@ -462,7 +462,7 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
     said = []
     rows = run_benchmark(config, "the command", said.append)
     directory = tmp_path / "bench_loss" / "cpu"
-    assert read_rows(directory / "60x16x90.json") == rows
+    assert read_rows(directory / "rows.json") == rows
     (run,) = read_runs(directory).values()
     assert run["command"] == "the command"
     assert run["environment"]["packages"]["torch"]
@@ -616,7 +616,7 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
     rows = run_benchmark(configure("backends=[cce_filter]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
     assert "not finite" in rows[-1].reason
-    json.loads((tmp_path / "bench_loss" / "cpu" / "60x16x90.json").read_text(), parse_constant=pytest.fail)
+    json.loads((tmp_path / "bench_loss" / "cpu" / "rows.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_a_baseline_that_cannot_run_costs_the_ratios_alone(tmp_path, monkeypatch):
@@ -636,7 +636,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
     monkeypatch.setattr(run.Bench, "_run_rounds", killed)
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    rows = read_rows(tmp_path / "bench_loss" / "cpu" / "60x16x90.json")
+    rows = read_rows(tmp_path / "bench_loss" / "cpu" / "rows.json")
     assert [row.status for row in rows] == ["ok", "started", "started", "started", "started"]
     assert rows[-1].dc_err > 0
 

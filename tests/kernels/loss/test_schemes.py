@@ -250,20 +250,18 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             row for row in json.loads(path.read_text()) if row["forward_backward_ms"] and row["gradients"] == "bf16"
         ]
         exact = {
-            (r["logits"], r["set"], r["run"]): r
+            (r["shape"], r["logits"], r["set"], r["run"]): r
             for r in rows
             if r["backend"] == "cce_kahan" and r["workspace_mib"] is None
         }
         for row in rows:
             words = row["backend"].split()
-            against = exact.get((row["logits"], row["set"], row["run"]))
+            against = exact.get((row["shape"], row["logits"], row["set"], row["run"]))
             if words[0] != "cce_filter" or against is None or "filter_mass" in row["backend"]:
                 continue
             given = {name: json.loads(value) for name, value in (word.split("=") for word in words[1:])}
             found = if_faster((row["n"], row["d"], row["v"]), **given)
-            times = [
-                r.get("rounds_ms") or [r["forward_backward_ms"]] for r in (row, against)
-            ]  # older rows hold the median
+            times = [r["rounds_ms"] or [r["forward_backward_ms"]] for r in (row, against)]  # some hold the median alone
             ratio = median(own / other for own, other in zip(*times, strict=True))
             if row["shape"] in BEYOND:
                 assert not found.exact

@@ -1,4 +1,4 @@
-"""Files of the loss benchmark: a JSON list of rows for each shape, and runs.jsonl with the commands behind the rows.
+"""Files of the loss benchmark: rows.json, a JSON list of rows, and runs.jsonl with the commands behind the rows.
 
 A directory holds the rows of one device. A run replaces the rows that it measures again for the same set. All other
 rows stay, so runs of few backends or shapes add up. Ratios are taken within a run. Times of different runs cannot be
@@ -110,8 +110,8 @@ class Row:
         return (*self.problem, self.backend, self.workspace_mib)
 
 
-def rows_path(directory: Path, shape: str) -> Path:
-    return directory / f"{shape}.json"
+def rows_path(directory: Path) -> Path:
+    return directory / "rows.json"
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -126,7 +126,7 @@ def read_rows(path: Path) -> list[Row]:
         return [Row(**row) for row in read_json(path)]
     except TypeError as error:
         raise DataError(
-            f"{path} cannot be read as benchmark rows ({error})", "move it away, or measure this shape again elsewhere"
+            f"{path} cannot be read as benchmark rows ({error})", "move it away, or measure again elsewhere"
         ) from error
 
 

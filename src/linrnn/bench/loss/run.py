@@ -65,7 +65,7 @@ class Entry:
 
 
 def run_benchmark(config: BenchLossConfig, command: str, say: Callable[[str], None]) -> list[Row]:
-    """Measure every backend on every problem; rows go to `results_directory`, one file per shape.
+    """Measure every backend on every problem; rows go to `results_directory`.
 
     Args:
         config: see configs/bench_loss.yaml.
@@ -158,7 +158,7 @@ def _is_measured(
 ) -> bool:
     """Whether every entry has a finished row that the same code, versions and GPU made."""
     runs = read_runs(directory)
-    rows = rows_for(run["config"]["set"], read_rows(rows_path(directory, setting.shape.name)))
+    rows = rows_for(run["config"]["set"], read_rows(rows_path(directory)))
     for text, loss in losses.items():
         row = rows.get(setting.row(kind, text, loss=loss).key)
         if row is None or row.status == "started" or row.run not in runs:
@@ -252,7 +252,7 @@ class Bench:
             row.batches, row.dc_sum_err = self.batches, relative_error(found, summed_VD)
 
     def _save(self) -> None:
-        merge_rows(rows_path(self.directory, self.setting.shape.name), self.rows)
+        merge_rows(rows_path(self.directory), self.rows)
 
     def _rotation(self, problem: Problem) -> list[Problem]:
         seeds = range(self.config.seed + 1, self.config.seed + _ROTATING_PROBLEMS) if timing.fits_cache(problem) else []
