@@ -8,7 +8,7 @@ from linrnn.study.figures import draw
 def main() -> None:
     results = CONFIG_DIR.parent / "results"
     for path in draw(results, results / "figures"):
-        print(f"wrote {path.relative_to(results.parent)} and {path.with_suffix('.svg').name}")
+        print(f"wrote {path.relative_to(results.parent)}")
 
 
 if __name__ == "__main__":

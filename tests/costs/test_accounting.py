@@ -462,7 +462,7 @@ def test_a_row_whose_parameters_are_of_other_dimensions_has_no_mfu():
 
 
 def test_formulas_agree_with_every_probe_of_a_largest_batch_that_fitted():
-    answers = [answer for path in COMMITTED.glob("*/max_batches.json") for answer in json.loads(path.read_text())]
+    answers = [answer for path in COMMITTED.glob("*/max_batches.json.xz") for answer in read_json(path)]
     assert {answer["activation_checkpointing"] for answer in answers} == {"none", "selective", "full"}
     for answer in answers:
         environment = answer["environment"]

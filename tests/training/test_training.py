@@ -190,7 +190,7 @@ def test_the_sparsity_of_trained_models_is_profiled(
     assert found["share_above"]["all"][-1] > 0.99
     most, *others = found["mass_of_first"].values()
     assert all(1 / 32 < other[0] <= most[0] < most[1] < 1 and other[1] <= most[1] for other in others)
-    assert {path.name for path in out.iterdir()} == {f"sparsity.{ending}" for ending in ("json", "md", "png", "svg")}
+    assert {path.name for path in out.iterdir()} == {f"sparsity.{ending}" for ending in ("json", "md", "png")}
 
 
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(

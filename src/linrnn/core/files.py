@@ -24,8 +24,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON, as :func:`write_text`."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    """Write JSON, compressed if the name ends with `.xz`, as :func:`write_text`."""
+    text = (json.dumps(content, indent=1) + "\n").encode()
+    write_bytes(path, lzma.compress(text) if path.suffix == ".xz" else text)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

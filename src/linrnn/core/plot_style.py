@@ -50,8 +50,6 @@ _LOOKS: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#EBEBEB",
-    "svg.fonttype": "none",  # text stays text: files are small and can be searched
-    "svg.hashsalt": "linrnn",  # the same figure gives the same file
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
 }
@@ -135,13 +133,15 @@ def subplots(*arguments: Any, **options: Any) -> Any:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a PNG and an SVG beside it, close the figure, and return the PNG's path."""
+    """Write a PNG of 256 colours, which take a third of the bytes, close the figure, and return the path."""
     from matplotlib import pyplot
+    from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, metadata={"Software": None})
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     return path
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMMITTED = "runs.json.xz"  # a report's file with its runs' environment, summaries and logged steps
 REPORTS = ("summaries",)  # the folders of the results directory that hold committed reports
-MAX_BATCHES, BREAKDOWNS = "max_batches.json", "breakdowns.json"  # files beside it, with the report's other inputs
+MAX_BATCHES, BREAKDOWNS = "max_batches.json.xz", "breakdowns.json.xz"  # files beside it, with the report's other inputs
 # The keys that tables need from every summary, and the remedy if a run's file is broken.
 FIGURES = (
     *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),

@@ -121,13 +121,13 @@ def add_histograms(log_p: Tensor, bands_V: Tensor, entries: Tensor, mass: Tensor
 
 
 def write(profiles: list[Profile], directory: Path) -> list[Path]:
-    """Write sparsity.json, sparsity.md, sparsity.png and sparsity.svg. Returns their paths."""
+    """Write sparsity.json, sparsity.md and sparsity.png. Returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     data, page, picture = (directory / f"sparsity.{ending}" for ending in ("json", "md", "png"))
     write_json(data, [asdict(profile) for profile in profiles])
     write_text(page, markdown(profiles))
     save(_figure(profiles), picture)
-    return [page, data, picture, picture.with_suffix(".svg")]
+    return [page, data, picture]
 
 
 def markdown(profiles: list[Profile]) -> str:

@@ -24,7 +24,7 @@ STAGES = {
 
 
 def write_report(directory: Path, limit_seconds: float) -> list[Path]:
-    """Write first_step.md, and first_step.png and .svg; returns the paths of page and PNG.
+    """Write first_step.md and first_step.png; returns the paths of page and PNG.
 
     Raises:
         DataError: nothing was measured, or a file is damaged.

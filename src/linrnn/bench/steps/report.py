@@ -48,7 +48,7 @@ _MEANINGS = (
 
 
 def write_report(directory: Path) -> list[Path]:
-    """Write steps.md, and steps.png and steps.svg where there are ratios; returns the paths of page and PNG.
+    """Write steps.md, and steps.png where there are ratios; returns the paths of page and PNG.
 
     Raises:
         DataError: nothing was measured, or a file is damaged.
