@@ -141,13 +141,6 @@ def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, 
         loader.load_state_dict(state)
 
 
-def test_a_position_that_an_older_version_saved_with_its_shuffle_is_taken(shards: ShardSet) -> None:
-    whole, continued = (BatchLoader(shards, seq_len=16, batch_size=2, seed=0) for _ in range(2))
-    take(whole, 3)
-    continued.load_state_dict(whole.state_dict() | {"shuffle": True})
-    assert rows(take(continued, 2)) == rows(take(whole, 2))
-
-
 def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequence(
     shards: ShardSet, documents: list[np.ndarray]
 ) -> None:

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,9 +239,3 @@ def test_every_record_and_summary_and_line_of_the_log_has_its_date(small: Small)
     assert all(date.endswith("+00:00") for date in dates)
     assert summary["epochs"] == 3 * 2 / 249
     assert any("epoch 0.02" in line for line in log)
-
-
-def test_the_metrics_file_of_an_earlier_version_has_no_figures(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "speed/step_ms": 5.0, "speed/tokens_per_second": 10.0}\n')
-    assert speed_of_run(read_jsonl(path), 50)["tokens_per_second"] is None

@@ -55,7 +55,7 @@ def _remove_leftovers(path: Path) -> None:
     Their age shows that they are leftovers. A process id would say nothing about another host, and not every file
     system shares its locks between hosts. The age is read by the file system's clock.
     """
-    leftover = re.compile(rf"\.{re.escape(path.name)}\.\d+(\.[0-9a-f]{{8}})?\.tmp")
+    leftover = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         now = path.stat().st_mtime
         for entry in entries:
