@@ -266,8 +266,8 @@ def _heading(b: Breakdown) -> list[str]:
         f"# {run['run_name']}: where memory and time go",
         "",
         f"{run['device']}, {run['precision']}, B = {run['batch_size']}, T = {run['seq_len']}, "
-        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}"
-        + (f", optimizer {run['optimizer']}" if "optimizer" in run else ""),  # committed ones were AdamW's
+        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}, "
+        f"optimizer {run['optimizer']}",
         "",
     ]
 
