@@ -250,15 +250,12 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     (out / "SHA256SUMS").unlink()  # files are changed on purpose from here on
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
-    with pytest.raises(DataError, match="missing keys"):
+    with pytest.raises(DataError, match=r"lacks model\.layers\.2"):
         load_trained(str(out), CPU)
     (out / "config.json").write_text(json.dumps({**settings, "model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="holds a gpt2"):
         load_trained(str(out), CPU)
     (out / "config.json").write_text(json.dumps(settings))
-    (out / "model.safetensors").rename(out / "pytorch_model.bin")
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load_trained(str(out), CPU)
 
 
 def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small: Small, tmp_path: Path) -> None:

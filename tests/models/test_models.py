@@ -398,7 +398,7 @@ def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit
         load_weights(build("kda"), source, "here")
 
 
-def test_other_settings_and_damaged_or_missing_files_are_refused(tmp_path: Path) -> None:
+def test_other_settings_and_a_missing_directory_are_refused(tmp_path: Path) -> None:
     network = build("transformer")
     with pytest.raises(DataError, match="no such directory"):
         find_pretrained(str(tmp_path / "nothing here"))
@@ -408,13 +408,8 @@ def test_other_settings_and_damaged_or_missing_files_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match="window_size=32"):
         load_weights(network, source, "here")
     (source / "config.json").write_text(json.dumps(settings))
-    weights = source / "model.safetensors"
-    complete = weights.read_bytes()
-    weights.write_bytes(complete[:-100])
-    with pytest.raises(DataError, match="cannot be read"):
-        load_weights(network, source, "here")
-    weights.rename(source / "pytorch_model.bin")
-    with pytest.raises(DataError, match="holds no"):
+    (source / "config.json").write_text("[]")
+    with pytest.raises(DataError, match="no JSON object"):
         load_weights(network, source, "here")
 
 

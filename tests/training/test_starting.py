@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fitting import fitted, losses
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
@@ -130,6 +132,19 @@ def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small:
     with pytest.raises(ConfigError, match="it is a hybrid with attention layers, and model=gla has none") as error:
         Trainer(load_config(small(f"init_from={tmp_path}/out", "model=gla", "group=other")))
     assert f"use model=fla model.config={tmp_path}/out" in error.value.remedy
+
+
+def test_a_checkpoint_with_nan_is_refused_on_loading(small: Small, tmp_path: Path) -> None:
+    copy = shutil.copytree(fitted(small()).directory.path, tmp_path / "copy")
+    [file] = (found(copy / "checkpoints")[-1] / "tensors").glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    tensors[name].view(-1)[0] = torch.nan
+    with safe_open(file, framework="pt") as before:
+        metadata = before.metadata()
+    save_file(tensors, file, metadata)
+    with pytest.raises(DataError, match=rf"{re.escape(name)} holds NaN"):
+        Trainer(load_config(small(f"init_from={copy}", "group=other"))).fit()
 
 
 def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(

@@ -3,9 +3,15 @@
 from linrnn.models.build import build_model
 from linrnn.models.deferred import BlankModel
 from linrnn.models.language_model import LanguageModel
-from linrnn.models.pretrained import open_pretrained
 from linrnn.models.support import check_device, check_heads, check_installed, check_supported, explain_refusal
-from linrnn.models.weights import check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models.weights import (
+    check_dimensions,
+    check_finite,
+    find_pretrained,
+    load_weights,
+    open_pretrained,
+    pretrained_vocab_size,
+)
 
 __all__ = [
     "BlankModel",
@@ -13,6 +19,7 @@ __all__ = [
     "build_model",
     "check_device",
     "check_dimensions",
+    "check_finite",
     "check_heads",
     "check_installed",
     "check_supported",

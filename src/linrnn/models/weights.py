@@ -1,19 +1,26 @@
-"""`init_from=`: load a model in FLA's Hugging Face format, from a directory or the hub. Only safetensors are read."""
+"""Load a model in FLA's Hugging Face format, from a directory or the hub. Only safetensors are read.
+
+The weights are those that transformers would read: `model.safetensors`, else the shards that
+`model.safetensors.index.json` lists. Other files beside them (a backup, older shards, an adapter) are left alone.
+"""
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from linrnn.config.fla.names import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
+from linrnn.models.attention import install_sdpa
 from linrnn.models.deferred.part import WHOLE, Part, keep
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture
@@ -22,6 +29,9 @@ from linrnn.models.language_model import LanguageModel
 
 # The files to download from the hub.
 FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]
+FILES += ["special_tokens_map.json"]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+AGAIN = "copy the directory again, or save the model again with save_pretrained"
 # Settings that change nothing that a model computes here.
 FREE = {
     *("attn_mode", "bos_token_id", "eos_token_id", "pad_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
@@ -50,10 +60,8 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
         DataError: its config.json cannot be read.
         ConfigError: flash-linear-attention has no such model.
     """
-    settings = _settings(directory, source)
-    if settings.get("model_type") not in fla_models():
-        raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(fla_models())}")
-    return int(fla_classes(settings["model_type"])[1].from_dict(settings).vocab_size)
+    settings = _settings(directory, f"init_from={source}")
+    return int(_classes(directory, settings)[1].from_dict(settings).vocab_size)
 
 
 def load_weights(model: LanguageModel, directory: Path, source: str, part: Part = WHOLE) -> None:
@@ -65,29 +73,52 @@ def load_weights(model: LanguageModel, directory: Path, source: str, part: Part 
         part: the rows of each parameter that `model` holds.
 
     Raises:
-        DataError: `directory` has no safetensors, or a file is damaged.
+        DataError: the weights are not whole: see :func:`_read`.
         ConfigError: the architectures differ. The remedy names the overrides that give this one.
     """
     check_checksums(directory)
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()
-    found: set[str] = set()
-    for name, tensor in _tensors(directory, source):
-        if name not in expected:
-            raise ConfigError(f"init_from={source}: this model has no parameter {name}", _same_size(model.arch))
-        there, here = tuple(tensor.shape), tuple(expected[name].shape)
-        if there != here:
-            raise ConfigError(
-                f"init_from={source}: {name} is {there} there and {here} here",
-                _same_size(model.arch),
-            )
+    for name, tensor in _read(directory, f"init_from={source}", expected, model.arch.tie_embeddings).items():
         keep(expected[name], tensor, part)
-        found.add(name)
-    embedding = next(name for name in expected if name.endswith(".embeddings.weight"))
-    tied = {"lm_head.weight", embedding} if model.arch.tie_embeddings else set()
-    missing = expected.keys() - found - (tied if tied & found else set())
-    if missing:
-        raise ConfigError(f"init_from={source}: {sorted(missing)[0]} is not there", _same_size(model.arch))
+
+
+def open_pretrained(directory: Path, device: torch.device) -> Any:
+    """The causal language model in `directory`, in fp32. No code from the directory is run.
+
+    Raises:
+        ConfigError: flash-linear-attention has no such model.
+        UnsupportedError: the model has no CPU form, and `device` is a CPU.
+        DataError: the weights are not whole (:func:`_read`), or a file differs from its checksum.
+    """
+    check_checksums(directory)
+    settings = _settings(directory, str(directory))
+    model_class, config_class = _classes(directory, settings)
+    if device.type == "cpu":
+        cpu_ops.check_model(settings["model_type"])
+        cpu_ops.install()
+    install_sdpa()
+    from transformers import GenerationConfig
+
+    try:
+        config = config_class.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            expected = model_class(config).state_dict()
+        weights = _read(directory, str(directory), expected, config.tie_word_embeddings)
+        model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise DataError(f"{directory} cannot be loaded ({first_line(error)})", AGAIN) from error
+    return model.to(device)
+
+
+def check_finite(weights: dict[str, Tensor], source: str) -> None:
+    """Raise a DataError for weights, or this rank's parts of them, that hold NaN or infinity."""
+    for name, tensor in weights.items():
+        here = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if not here.isfinite().all():
+            raise DataError(f"{source}: {name} holds NaN or infinity", "name weights from before they came in")
 
 
 def check_dimensions(source: str, there: Architecture, here: Architecture) -> None:
@@ -120,10 +151,6 @@ def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = Fals
     )
 
 
-def _same_size(arch: Architecture) -> str:
-    return f"use the dimensions that it was trained with instead of size={arch.size}"
-
-
 def _download(name: str) -> Path:
     """The local copy of the hub's files."""
     from huggingface_hub import snapshot_download
@@ -138,25 +165,80 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _tensors(directory: Path, source: str) -> Iterator[tuple[str, Tensor]]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise DataError(
-            f"init_from={source}: {directory} holds no *.safetensors",
-            "save the model with save_pretrained; pickled weights are not read",
-        )
-    for path in files:
+def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """The weights in `directory`, mapped from its files, once they are known to be those of the model, and whole.
+
+    Args:
+        source: what the user named, for messages.
+        expected: the model's state, whose names and shapes the weights must have.
+        tied: whether embeddings and head are one tensor, which may then be stored under either name, or under both.
+
+    Raises:
+        DataError: a file or a tensor is missing, surplus or damaged, has another shape, or holds NaN or infinity.
+    """
+    weights: dict[str, Tensor] = {}
+    for name, listed in _files(directory, source).items():
+        if not (directory / name).is_file():
+            raise DataError(f"{source}: {name} is missing, which {INDEX} lists", AGAIN)
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    yield name, file.get_tensor(name)
+            with safe_open(directory / name, framework="pt") as file:
+                there = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"init_from={source}: {path.name} cannot be read ({error})", "copy it again") from error
+            raise DataError(f"{source}: {name} cannot be read ({error})", AGAIN) from error
+        if listed is not None and (odd := sorted(listed ^ there.keys())):
+            what = (
+                f"lacks {odd[0]}, which {INDEX} lists"
+                if odd[0] in listed
+                else f"holds {odd[0]}, which {INDEX} does not list"
+            )
+            raise DataError(f"{source}: {name} {what}", AGAIN)
+        weights |= there
+    ends = (
+        {name for name in expected if name == "lm_head.weight" or name.endswith(".embeddings.weight")}
+        if tied
+        else set()
+    )
+    if surplus := sorted(weights.keys() - expected.keys()):
+        raise DataError(f"{source} holds {surplus[0]}, which its config.json has no place for", AGAIN)
+    if missing := sorted(expected.keys() - weights.keys() - (ends if ends & weights.keys() else set())):
+        raise DataError(f"{source} lacks {missing[0]}", AGAIN)
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            shapes = f"{tuple(tensor.shape)} there and {tuple(expected[name].shape)} by its config.json"
+            raise DataError(f"{source}: {name} is {shapes}", AGAIN)
+    check_finite(weights, source)
+    both = [weights[name] for name in ends & weights.keys()]
+    if len(both) == 2 and not torch.equal(*both):
+        raise DataError(f"{source}: {' and '.join(sorted(ends))} are tied, and differ", AGAIN)
+    return weights
+
+
+def _files(directory: Path, source: str) -> dict[str, Collection[str] | None]:
+    """The files of the weights, each with the names that the index lists for it (None without an index)."""
+    if (directory / WEIGHTS).is_file():
+        return {WEIGHTS: None}
+    if not (directory / INDEX).is_file():
+        pickled = ", ".join(sorted(path.name for path in directory.glob("*.bin")))
+        raise DataError(
+            f"{source}: {directory} holds neither {WEIGHTS} nor {INDEX}"
+            + (f", but {pickled}, which is pickled and not read" if pickled else ""),
+            "save the model with save_pretrained, which writes them",
+        )
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, set[str]] = {}
+        for name, file in index.items():
+            if Path(file).name != file:
+                raise ValueError(f"{file} is not in the directory")
+            files.setdefault(file, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{source}: {INDEX} has no weight_map from tensors to files here ({error})", AGAIN) from error
+    return files
 
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
     """Compare config.json with the architecture of `arch`."""
-    settings = _settings(directory, source)
+    settings = _settings(directory, f"init_from={source}")
     if settings.get("model_type") != arch.kind:
         raise _other_model(source, str(settings.get("model_type")), arch)
     config_class = fla_classes(arch.kind)[1]
@@ -200,13 +282,19 @@ def _compare_all(theirs: Any, ours: Any, source: str) -> None:
 
 def _settings(directory: Path, source: str) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"init_from={source}: {directory}/config.json cannot be read",
-            "save the model with save_pretrained",
-        ) from error
+        raise DataError(f"{source}: {directory}/config.json cannot be read ({error})", AGAIN) from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{source}: {directory}/config.json is no JSON object", AGAIN)
     return settings
+
+
+def _classes(directory: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """FLA's classes of the model and its configuration that config.json names."""
+    if settings.get("model_type") not in fla_models():
+        raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(fla_models())}")
+    return fla_classes(settings["model_type"])
 
 
 def _as_architecture(theirs: Any, arch: Architecture) -> Architecture:

@@ -22,7 +22,14 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.files import read_object
 from linrnn.data import PreparedData
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
-from linrnn.models import LanguageModel, check_dimensions, find_pretrained, load_weights, pretrained_vocab_size
+from linrnn.models import (
+    LanguageModel,
+    check_dimensions,
+    check_finite,
+    find_pretrained,
+    load_weights,
+    pretrained_vocab_size,
+)
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.deferred import WHOLE, Part
 from linrnn.runs.directory import CHECKPOINTS, IDENTITY, SUMMARY, RunDirectory, continuing, differences, in_words
@@ -173,12 +180,13 @@ class Weights:
 
         Raises:
             ConfigError: the weights are for another architecture.
-            DataError: a file cannot be read.
+            DataError: a file cannot be read, or a weight is NaN or infinite.
         """
-        if self.is_checkpoint:
-            checkpoint.load_model(self.directory, model.hf)
-        else:
+        if not self.is_checkpoint:
             load_weights(model, self.directory, self.source, part)
+            return
+        checkpoint.load_model(self.directory, model.hf)
+        check_finite(model.hf.state_dict(), f"init_from={self.source}")
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:
