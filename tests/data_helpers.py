@@ -48,15 +48,16 @@ def write_tokenizer(path: Path, vocab_size: int = 300) -> Path:
     return path
 
 
-def text_config(cache_dir: Path, path: Path | str, **changes: Any) -> TextDataConfig:
+def text_config(cache_dir: Path, path: Path | str | list[str], **changes: Any) -> TextDataConfig:
     values: dict[str, Any] = {
         "name": "text",
         "cache_dir": str(cache_dir),
         "verify": True,
         "reset_at_document": False,
-        "path": str(path),
+        "path": path if isinstance(path, list) else str(path),
         "valid_path": None,
         "text_field": "text",
+        "document_separator": None,
         "tokenizer": None,
         "tokenizer_vocab_size": 300,
         "max_tokens": None,

@@ -19,6 +19,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
 from linrnn.training.checkpoint import found
+from linrnn.training.checkpoint.files import checksums, read_state, write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -136,14 +137,16 @@ def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small:
 
 def test_a_checkpoint_with_nan_is_refused_on_loading(small: Small, tmp_path: Path) -> None:
     copy = shutil.copytree(fitted(small()).directory.path, tmp_path / "copy")
-    [file] = (found(copy / "checkpoints")[-1] / "tensors").glob("*.safetensors")
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("norm.weight"))
-    tensors[name].view(-1)[0] = torch.nan
+    checkpoint = found(copy / "checkpoints")[-1]
+    [file] = (checkpoint / "tensors").glob("*.safetensors")
+    tensors, name = load_file(file), "model.norm.weight"
+    tensors[name][0] = torch.nan
     with safe_open(file, framework="pt") as before:
         metadata = before.metadata()
     save_file(tensors, file, metadata)
-    with pytest.raises(DataError, match=rf"{re.escape(name)} holds NaN"):
+    state = read_state(checkpoint)
+    write_state(checkpoint, {**state, "sha256": checksums(checkpoint, state["sha256"])})
+    with pytest.raises(DataError, match=rf"init_from={copy}: {name} holds NaN"):
         Trainer(load_config(small(f"init_from={copy}", "group=other"))).fit()
 
 

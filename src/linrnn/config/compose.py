@@ -257,7 +257,8 @@ def _expand_home(config: Any) -> None:
             _expand_home(value)
         elif "path" in field.metadata and value is not None:
             several = isinstance(value, list)
-            expanded = [os.path.expanduser(path) for path in (value if several else [value])]
+            paths = value if several else [value]
+            expanded = [os.path.expanduser(path) if isinstance(path, str) else path for path in paths]
             setattr(config, field.name, expanded if several else expanded[0])
 
 
@@ -392,6 +393,8 @@ def validate(config: Any) -> None:
 
 def _check_path(key: str, value: Any) -> None:
     for path in value if isinstance(value, list) else [value]:
+        if path and not isinstance(path, str):
+            raise ConfigError(f"{key} holds {path}, which is no path", f"write {key} as a path or a list: [one,'2']")
         if not path:  # Path("") would be the working directory
             raise ConfigError(
                 f"{key} is empty, as with an unset variable of the shell", f"name a path, or leave {key} out"

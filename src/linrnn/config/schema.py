@@ -32,6 +32,11 @@ def input_path() -> Any:
     return field(metadata={"path": "read"})
 
 
+def input_paths() -> Any:
+    """As :func:`input_path`, for one path or a list of them."""
+    return field(metadata={"path": "read", "several": True})
+
+
 def output_path() -> Any:
     """As :func:`input_path`, for a directory that the command creates or writes to."""
     return field(metadata={"path": "written"})
@@ -172,11 +177,20 @@ class StdlibDataConfig(TokenizedDataConfig):
 
 @dataclass
 class TextDataConfig(TokenizedDataConfig):
-    """Local files: .txt or .jsonl, each also compressed (.xz, .gz, .zst), or .parquet."""
+    """Local files: text or .jsonl, each also compressed (.xz, .gz, .bz2, .zst), or .parquet."""
 
-    path: str = input_path()
-    valid_path: str | None = input_path()
+    path: Any = input_paths()  # noqa: RUF009
+    valid_path: Any = input_paths()  # noqa: RUF009
     text_field: str
+    document_separator: str | None = None  # runs of earlier versions lack the key
+
+    def __post_init__(self) -> None:
+        if self.path in (None, []):
+            raise ConfigError("data.path names no file", "add data.path=…: a file, a folder, a glob or a list of them")
+        if self.document_separator == "":
+            raise ConfigError(
+                "data.document_separator is empty", "give the string that ends a document, or leave it out"
+            )
 
 
 @dataclass

@@ -15,13 +15,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 
-from linrnn.config.schema import COMMANDS, SCHEMAS
+from linrnn.config.schema import COMMANDS, SCHEMAS, TextDataConfig
 from linrnn.core.errors import ConfigError
 
 HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
 HOW_TO_WRITE = "write overrides as key=value or group=option"
 # Hydra reads it as a word, too: /tmp/res, ../data, c++. Numbers begin otherwise.
 _PLAIN = re.compile(r"(?!(?:true|false|null|inf|nan)$)(?:\.{0,2}/|[a-z_])[\w./+-]*", re.ASCII | re.IGNORECASE)
+_PATHS = {f"data.{field.name}" for field in dataclasses.fields(TextDataConfig) if "several" in field.metadata}
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
@@ -81,7 +82,7 @@ def _kinds_of_keys(config_name: str) -> Iterator[tuple[str, Any]]:
 def _kinds(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     types = get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        kind: Any = types[field.name]
+        kind: Any = str if "several" in field.metadata else types[field.name]
         if isinstance(kind, UnionType):
             [kind] = set(get_args(kind)) - {NoneType}
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -99,6 +100,8 @@ def _key(override: str) -> str:
 def _quote(override: str) -> str:
     key, _, value = override.partition("=")
     if value.lower() == "null" or _PLAIN.fullmatch(value) or _QUOTED.fullmatch(value):
+        return override
+    if key in _PATHS and value.startswith("[") and value.endswith("]"):
         return override
     return f"{key}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 

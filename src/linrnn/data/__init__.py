@@ -1,10 +1,9 @@
 """Data: `prepare` turns text into token shards once; `BatchLoader` and `BatchesOnce` read batches from the shards."""
 
 from linrnn.data.batches import Batch, BatchesOnce, BatchLoader, check_validation
-from linrnn.data.prepare import PreparedData, prepare
+from linrnn.data.prepare import PreparedData, prepare, vocabulary_size
 from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet
-from linrnn.data.vocabulary import vocabulary_size
 
 __all__ = [
     "Batch",

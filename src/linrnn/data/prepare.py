@@ -4,8 +4,9 @@ The result lies in `<data.cache_dir>/<data.name>-<key>/`. The key is a hash of t
 the tokenizer and the options that decide which tokens come out. Work in progress has the suffix `.partial`. The last
 step removes the suffix, so a directory with its final name is complete.
 
-A source without validation data gives every k-th document to validation, starting with the first; k = round(1 /
-data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that reaches it.
+A source without validation data gives every k-th document that has tokens to validation, starting with the first; k =
+round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that
+reaches it.
 Each document is followed by the tokenizer's end token, if there is one.
 """
 
@@ -13,6 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from linrnn.data.shards import (
     write_json,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenise import Tokenisation, single_document, split_of
+from linrnn.data.tokenise import Tokenisation, split_of
 from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
 TOKENIZER_SAMPLE_BYTES = 16 << 20  # a tokenizer trained here learns from this many first bytes of the training text
@@ -111,9 +113,32 @@ def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
     raise TypeError(f"cannot prepare {type(config).__name__}")
 
 
+@lru_cache
+def _entries(tokenizer: str) -> int:
+    """The size of a tokenizer's vocabulary. It is cached, because a sweep asks for every point."""
+    return load_tokenizer(tokenizer).vocab_size
+
+
+def vocabulary_size(config: DataConfig) -> int:
+    """The `vocab_size` that :func:`prepare` will report for `config`, without reading its text.
+
+    A tokenizer that is trained on small text may get fewer entries than are asked for here.
+
+    Raises:
+        DataError: the tokenizer cannot be loaded.
+    """
+    if isinstance(config, MarkovDataConfig):
+        return config.vocab_size
+    if isinstance(config, TokenizedDataConfig):
+        return config.tokenizer_vocab_size if config.tokenizer is None else _entries(config.tokenizer)
+    raise TypeError(f"{type(config).__name__} has no vocabulary")
+
+
 # ------------------------------------------------------------------------------------------------------- text
 def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None) -> PreparedData:
     source = make_source(config)
+    for remark in source.remarks if progress else ():
+        progress(Progress(remark, finished=True))
     period = _holdout_period(config, source)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
@@ -198,6 +223,8 @@ def _tokenizer_trained_here(
                     entries = f"{config.tokenizer_vocab_size:,} entries"
                     progress(Progress(f"training a tokenizer of {entries}", finished=True))
                 tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
+                if progress and (learned := tokenizer.vocab_size) < config.tokenizer_vocab_size:
+                    progress(Progress(f"the text is too small for more than {learned:,} of them", finished=True))
                 with storage_errors(path):
                     write_json(path, json.loads(tokenizer.json))
     tokenizer = load_tokenizer(str(path))
@@ -206,15 +233,14 @@ def _tokenizer_trained_here(
 
 
 def _sample(source: Source, period: int | None) -> Iterator[str]:
-    n_bytes, number = 0, -1
-    for number, document in enumerate(source.documents("train")):
+    n_bytes = 0
+    texts = (document.text for document in source.documents("train") if document.text)
+    for number, text in enumerate(texts):
         if split_of("train", number, period) == "train":
-            yield document.text
-            n_bytes += len(document.text.encode())
+            yield text
+            n_bytes += len(text.encode())
             if n_bytes >= TOKENIZER_SAMPLE_BYTES:
                 return
-    if number == 0 and period is not None:
-        raise single_document(source)
 
 
 # -------------------------------------------------------------------------------------------------- generated

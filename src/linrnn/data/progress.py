@@ -58,6 +58,11 @@ class Meter:
         speed = (tokens - self._tokens_at_start) / max(now - self._start, 1e-9)
         self._report(Progress(self._stage, documents, tokens, speed, left, finished))
 
+    def remark(self, line: str) -> None:
+        """Report a line that is no progress."""
+        if self._report is not None:
+            self._report(Progress(line, finished=True))
+
 
 class ConsoleProgress:
     """Prints reports. On a terminal one line is rewritten; elsewhere a new line comes every ten seconds."""

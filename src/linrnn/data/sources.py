@@ -11,13 +11,16 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
 from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
-from linrnn.data.readers import Document, checked_text, find_files, read_documents
+from linrnn.data.compression import FORMATS
+from linrnn.data.readers import Document, checked_text, cut_place, find_files, is_text, read_documents
 from linrnn.data.shards import write_json
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -31,12 +34,14 @@ class Source(Protocol):
         identity: JSON-able; equal for equal text, wherever its files lie.
         has_validation: whether the source has its own validation documents.
         remote: whether reading may fail for a passing reason, so that a second attempt makes sense.
+        remarks: lines for the user, about what is not read.
     """
 
     description: str
     identity: dict[str, Any]
     has_validation: bool
     remote: bool
+    remarks: list[str]
 
     @property
     def text_bytes(self) -> int | None:
@@ -60,16 +65,21 @@ def make_source(config: TokenizedDataConfig) -> Source:
 
 
 class TextSource:
-    """`data=text`: local files."""
+    """`data=text`: local files.
+
+    Without `valid_path`, documents that are many and stand alone (rows, or whole files) leave it to the tokenisation to
+    hold out every k-th. Else the end of the text is held out here: `valid_fraction` of its characters.
+    """
 
     remote = False
 
     def __init__(self, config: TextDataConfig) -> None:
-        self._text_field = config.text_field
-        self._files = {"train": find_files(config.path, "data.path")}
+        self._text_field, self._separator = config.text_field, config.document_separator
+        self.remarks: list[str] = []
+        self._files = {"train": find_files(config.path, "data.path", self.remarks.append)}
         if config.valid_path is not None:
-            self._files["valid"] = find_files(config.valid_path, "data.valid_path")
-        self.has_validation = "valid" in self._files
+            self._files["valid"] = find_files(config.valid_path, "data.valid_path", self.remarks.append)
+        files = [file for of_split in self._files.values() for file in of_split]
         hashes = FileHashes(Path(config.cache_dir).expanduser())
         self.identity = {
             "source": "text",
@@ -77,13 +87,62 @@ class TextSource:
             **{split: [hashes.of(file) for file in files] for split, files in self._files.items()},
         }
         hashes.save()
-        files = [file for of_split in self._files.values() for file in of_split]
-        plain = all(file.suffix == ".txt" for file in files)
+        if any(map(is_text, files)):
+            self.identity["document_separator"] = self._separator
+        elif self._separator is not None:
+            cause = (
+                f"data.document_separator={self._separator!r} is given, and {config.path} holds rows, each a document"
+            )
+            raise ConfigError(cause, "leave data.document_separator out")
+        self._held_out = 0.0
+        if (
+            config.valid_path is None
+            and config.valid_fraction
+            and not self._stand_alone(round(1 / config.valid_fraction))
+        ):
+            self._held_out = self.identity["end_held_out"] = config.valid_fraction
+        self.has_validation = config.valid_path is not None or self._held_out > 0
+        plain = all(is_text(file) and file.suffix.lower() not in FORMATS for file in files)
         self.text_bytes = sum(file.stat().st_size for file in files) if plain else None
-        self.description = f"{config.path} ({_count(len(self._files['train']), 'file')})"
+        paths = [config.path] if isinstance(config.path, str) else config.path
+        self.description = f"{', '.join(paths)} ({_count(len(self._files['train']), 'file')})"
 
     def documents(self, split: str) -> Iterator[Document]:
-        return read_documents(self._files[split], self._text_field)
+        if not self._held_out:
+            yield from self._read(split)
+            return
+        total, wanted = self._characters
+        position, end = 0, total - wanted
+        for document in self._read("train"):
+            position += len(document.text)
+            if position <= end:  # before the place that parts the splits
+                if split == "train":
+                    yield document
+                continue
+            if (near := end - position + len(document.text)) > wanted // 2:  # it lies far within this document
+                cut = cut_place(document.text, near, wanted // 2)
+                parts = {"train": document.text[:cut], "valid": document.text[cut:]}
+                yield Document(parts[split], document.fraction)
+            elif split == "valid":
+                yield document
+            if split == "train":
+                return
+            end = 0
+
+    def _read(self, split: str) -> Iterator[Document]:
+        return read_documents(self._files[split], self._text_field, self._separator)
+
+    def _stand_alone(self, count: int) -> bool:
+        """Whether the training text has at least `count` documents that are whole files or rows."""
+        if any(map(is_text, self._files["train"])):
+            return self._separator is None and len(self._files["train"]) >= count
+        return sum(1 for document in islice((d for d in self._read("train") if d.text), count)) == count
+
+    @cached_property
+    def _characters(self) -> tuple[int, int]:
+        """The characters of the text, and of its end that is to be held out."""
+        total = sum(len(document.text) for document in self._read("train"))
+        return total, max(1, round(total * self._held_out))
 
 
 class StdlibSource:
@@ -92,6 +151,7 @@ class StdlibSource:
 
     has_validation = False
     remote = False
+    remarks: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -115,6 +175,7 @@ class HubSource:
     """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout."""
 
     remote = True
+    remarks: ClassVar[list[str]] = []
     text_bytes = None
 
     def __init__(self, config: HubDataConfig) -> None:

@@ -7,6 +7,7 @@ on. The bytes are the same however often the work was interrupted.
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -28,18 +29,10 @@ RECORD = "progress.json"
 
 
 def split_of(phase: str, document: int, period: int | None) -> str:
-    """The split of the `document`-th document (from 0) among those read for `phase`."""
+    """The split of the `document`-th document (from 0) among those of `phase` that have tokens."""
     if period is None:
         return phase
     return "valid" if document % period == 0 else "train"
-
-
-def single_document(source: Source) -> DataError:
-    """The error for text of one document: held out for validation, it leaves nothing to train on."""
-    return DataError(
-        f"{source.description} is a single document, so none can be held out for validation",
-        "give data.valid_path, or text in more than one document (in .txt a blank line ends one)",
-    )
 
 
 class Tokenisation:
@@ -67,10 +60,11 @@ class Tokenisation:
         self._directory, self._source, self._tokenizer = directory, source, tokenizer
         self._period, self._max_tokens = period, max_tokens
         self._record = directory / RECORD
-        state: dict[str, Any] = {"phase": 0, "documents": 0, "splits": {}}
+        state: dict[str, Any] = {"phase": 0, "documents": 0, "empty": 0, "dropped": {}, "splits": {}}
         if self._record.is_file():
             state = json.loads(self._record.read_text(encoding="utf-8"))
         self._phase, self._seen = state["phase"], state["documents"]
+        self._empty, self._dropped = state["empty"], Counter(state["dropped"])
         dtype = token_dtype(tokenizer.vocab_size)
         with storage_errors(directory):
             self._writers = {s: SplitWriter(directory, s, dtype, state["splits"].get(s)) for s in SPLITS}
@@ -93,6 +87,7 @@ class Tokenisation:
                 writer.close()
         self._meter.update(self._count("documents"), self._count("tokens"), 1.0, finished=True)
         self._check_not_empty()
+        self._say_what_is_lost()
         return {split: [asdict(shard) for shard in writer.finished] for split, writer in self._writers.items()}
 
     def _run_phase(self, phase: str) -> None:
@@ -106,51 +101,59 @@ class Tokenisation:
                 room = self._max_tokens - self._writers["train"].tokens
                 if room <= 0:
                     return
-            splits = [split_of(phase, self._seen + i, self._period) for i in range(len(batch))]
-            encoded = self._encode([document.text for document in batch], splits, room)
-            self._write(encoded, seen=self._seen + len(batch))
+            self._write(self._encode([document.text for document in batch], phase, room), len(batch))
             fraction = batch[-1].fraction if phase == "train" else None
             if room is not None and self._max_tokens:
                 fraction = max(fraction or 0.0, min(1.0, self._writers["train"].tokens / self._max_tokens))
             self._meter.update(self._count("documents"), self._count("tokens"), fraction)
 
-    def _encode(
-        self, texts: list[str], splits: list[str], room: int | None
-    ) -> Iterator[tuple[str, list[np.ndarray], int]]:
+    def _encode(self, texts: list[str], phase: str, room: int | None) -> Iterator[tuple[str, list[np.ndarray], int]]:
         """For each split: the tokens of each document, and the UTF-8 bytes of all. Stops when `room` is used up."""
         end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         n_bytes = dict.fromkeys(SPLITS, 0)
-        for text, split, ids in zip(texts, splits, self._tokenizer.encode_batch(texts), strict=True):
-            if not ids:
-                continue
+        number = self._count("documents")
+        for text, ids in zip(texts, self._tokenizer.encode_batch(texts, self._dropped), strict=True):
             if room is not None and room <= 0:
                 break
+            if not ids:
+                self._empty += 1
+                continue
+            split = split_of(phase, number, self._period)
+            number += 1
             documents[split].append(np.array(ids + end, dtype=np.uint32))
             n_bytes[split] += len(text.encode())
             if room is not None and split == "train":
                 room -= len(documents[split][-1])
         return ((split, documents[split], n_bytes[split]) for split in SPLITS)
 
-    def _write(self, encoded: Iterable[tuple[str, list[np.ndarray], int]], seen: int) -> None:
+    def _write(self, encoded: Iterable[tuple[str, list[np.ndarray], int]], read: int) -> None:
         with storage_errors(self._directory):
             for split, documents, n_bytes in encoded:
                 if documents:
                     ends = np.cumsum([len(document) for document in documents])
                     self._writers[split].append(np.concatenate(documents), ends, n_bytes)
             splits_state = {split: writer.commit() for split, writer in self._writers.items()}
-            write_json(self._record, {"phase": self._phase, "documents": seen, "splits": splits_state})
-        self._seen = seen
+            self._seen += read
+            lost = {"empty": self._empty, "dropped": self._dropped}
+            write_json(self._record, {"phase": self._phase, "documents": self._seen, **lost, "splits": splits_state})
 
     def _count(self, what: str) -> int:
         return sum(getattr(writer, what) for writer in self._writers.values())
 
     def _check_not_empty(self) -> None:
-        if self._count("documents") == 1 and self._period is not None:
-            raise single_document(self._source)
         for split, writer in self._writers.items():
             if writer.tokens < 2:
                 raise DataError(f"{self._source.description} gives {writer.tokens} {split} tokens", "give more text")
+
+    def _say_what_is_lost(self) -> None:
+        if self._empty:
+            self._meter.remark(f"{self._empty:,} documents hold no token, and are left out")
+        if self._dropped:
+            most = ", ".join(f"{character!r}" for character, _ in self._dropped.most_common(5))
+            n, kinds = self._dropped.total(), len(self._dropped)
+            what = f"drops {n:,} characters of the text, of {kinds:,} kinds: {most}{', …' if kinds > 5 else ''}"
+            self._meter.remark(f"tokenizer {self._tokenizer.name} {what}")
 
 
 def _batches(documents: Iterable[Document], characters: int) -> Iterator[list[Document]]:

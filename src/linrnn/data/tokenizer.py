@@ -1,4 +1,7 @@
-"""Tokenizers: a Hugging Face `tokenizers` JSON (also .json.xz), a directory, a hub name, or a BPE trained here.
+"""Tokenizers: a Hugging Face `tokenizers` JSON (also compressed), a directory, a hub name, or a BPE trained here.
+
+The end token is the one that transformers would use: that of the settings which lie beside a tokenizer.json. A file
+without settings gets the first of `EOS_NAMES` that its vocabulary has.
 
 Text is always encoded as plain text. A special token written out in a document ("<|endoftext|>" in a web page) becomes
 ordinary tokens. Nothing is added, truncated, padded or left to chance (BPE dropout), whatever the tokenizer's file
@@ -7,10 +10,12 @@ says.
 
 import hashlib
 import json
-import lzma
 import re
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +24,10 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linrnn.core.errors import DataError, first_line
+from linrnn.data.compression import FORMATS, read_bytes
 
-# The first of these names that the vocabulary has is the end token, unless tokenizer_config.json names another.
+FILE = "tokenizer.json"
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|endofdocument|>", "<eos>", "[EOS]")
 SPACE = "▁"  # SentencePiece's symbol for a space
 
@@ -54,7 +61,15 @@ class Tokenizer:
         hash: sha256 (hex) of the file and the end token. Files that differ in their dropout alone encode alike here.
     """
 
-    def __init__(self, json_text: str, name: str, eos_token: str | None = None) -> None:
+    def __init__(self, json_text: str, name: str, eos_token: str | None = None, *, guess: bool = True) -> None:
+        """
+        Args:
+            eos_token: the end token.
+            guess: without `eos_token`, look for one of `EOS_NAMES` in the vocabulary.
+
+        Raises:
+            DataError: `json_text` is no tokenizer, or lacks `eos_token`.
+        """
         try:
             self._tokenizer = HfTokenizer.from_str(json_text)
         except Exception as error:  # the library raises a bare Exception
@@ -77,17 +92,51 @@ class Tokenizer:
         if eos_token is not None and eos_token not in vocabulary:
             raise DataError(
                 f"the end token {eos_token!r} of {name} is not in its vocabulary",
-                "correct eos_token in its tokenizer_config.json",
+                f"correct eos_token in its {' or '.join(SETTINGS)}",
             )
         self.vocab_size: int = max(vocabulary.values()) + 1
-        self.eos_token = eos_token or next((known for known in EOS_NAMES if known in vocabulary), None)
+        self.eos_token = eos_token
+        if eos_token is None and guess:
+            self.eos_token = next((known for known in EOS_NAMES if known in vocabulary), None)
         self.eos_id: int | None = None if self.eos_token is None else vocabulary[self.eos_token]
         self.hash = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, computed in parallel on all cores. No end token is added."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode_batch(self, texts: Sequence[str], dropped: Counter[str] | None = None) -> list[list[int]]:
+        """Token ids of each text, computed in parallel on all cores. No end token is added.
+
+        Args:
+            dropped: counts the characters that are in no token, but for white space.
+
+        Raises:
+            DataError: the tokenizer has no token for a part of the text.
+        """
+        where = dropped is not None and not self._keeps_all
+        encode = self._tokenizer.encode_batch if where else self._tokenizer.encode_batch_fast
+        try:
+            encodings = encode(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises a bare Exception
+            raise DataError(
+                f"tokenizer {self.name} cannot encode the text: {first_line(error)}",
+                "give it a token for unknown text (unk_token), or use another data.tokenizer",
+            ) from None
+        if where:
+            for text, encoding in zip(texts, encodings, strict=True):
+                held = np.zeros(len(text), bool)
+                for start, end in encoding.offsets:
+                    held[start:end] = True
+                dropped.update(text[i] for i in np.flatnonzero(~held) if not text[i].isspace())
         return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _keeps_all(self) -> bool:
+        """Whether every byte has a token of its own, and nothing takes characters away before that."""
+        vocabulary, content = self._tokenizer.get_vocab(with_added_tokens=False), json.loads(self.json)
+        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled", "Replace"}
+        if not takes_away.isdisjoint(_types(content.get("normalizer"))):
+            return False
+        if "ByteLevel" in _types(content.get("decoder")):
+            return vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        return vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
 
     def files(self) -> dict[str, str]:
         """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""
@@ -102,7 +151,7 @@ class Tokenizer:
             return self
         content = json.loads(self.json)
         content["model"]["dropout"] = None
-        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token)
+        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token, guess=False)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
@@ -138,19 +187,23 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
-        spec: a .json or .json.xz file, a directory that holds a tokenizer.json, or the name of a hub repository.
+        spec: a .json file, also compressed; a directory that holds a tokenizer.json; or the name of a hub repository.
 
     Raises:
         DataError: the tokenizer does not exist, cannot be fetched, or cannot be parsed.
     """
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return _load_directory(path, spec)
     if path.is_file():
-        return Tokenizer(_read_json_text(path), str(path))
-    if path.suffix in (".json", ".xz") or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
-        raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
-    return _load_directory(_fetch_from_hub(spec), spec)
+        return _load(path, str(path))
+    if not path.is_dir():
+        named = path.suffix == ".json" or path.suffix in FORMATS
+        if named or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+            raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
+        path = _fetch_from_hub(spec)
+    files = [path / f"{FILE}{suffix}" for suffix in ("", *FORMATS)]
+    if not (there := [file for file in files if file.is_file()]):
+        raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
+    return _load(there[0], spec)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -159,10 +212,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: the sample to learn from; the caller chooses its size.
-        vocab_size: entries wanted, at least 257 (256 bytes and the end token).
-
-    Raises:
-        DataError: the sample is too small to learn that many entries.
+        vocab_size: entries wanted, at least 257 (256 bytes and the end token). A small sample gives fewer.
     """
     bpe = HfTokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -174,53 +224,82 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    learned = bpe.get_vocab_size()
-    if learned != vocab_size:
-        raise DataError(
-            f"the text is too small to learn a vocabulary of {vocab_size:,} tokens: it gave {learned:,}",
-            f"lower data.tokenizer_vocab_size to at most {learned:,}, give more text, or set data.tokenizer",
-        )
-    return Tokenizer(bpe.to_str(), f"byte-level BPE of {vocab_size:,} entries trained here")
+    return Tokenizer(bpe.to_str(), f"byte-level BPE of {bpe.get_vocab_size():,} entries trained here")
 
 
-def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """The type of a decoder, and the types of its parts."""
-    if decoder is not None:
-        yield decoder["type"]
-        for part in decoder.get("decoders", ()):
-            yield from _types(part)
+def _types(part: dict[str, Any] | None) -> Iterator[str]:
+    """The type of a decoder or normalizer, and the types of its parts."""
+    if part is not None:
+        yield part["type"]
+        for inner in part.get("decoders", part.get("normalizers", ())):
+            yield from _types(inner)
 
 
-def _load_directory(path: Path, name: str) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(f"tokenizer {name} has no tokenizer.json", "give one with a (fast) tokenizer.json")
-    eos_token = None
-    settings_file = path / "tokenizer_config.json"
-    if settings_file.is_file():
-        try:
-            settings: dict[str, Any] = json.loads(settings_file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{settings_file} is not JSON: {error}", "correct or remove that file") from None
-        eos_token = settings.get("eos_token")
-        if isinstance(eos_token, dict):  # an AddedToken written out
-            eos_token = eos_token.get("content")
-    return Tokenizer(_read_json_text(file), name, eos_token)
-
-
-def _read_json_text(path: Path) -> str:
+def _load(file: Path, name: str) -> Tokenizer:
     try:
-        data = path.read_bytes()
-        return (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"tokenizer {path} cannot be read: {error}", "give an intact .json or .json.xz file") from None
+        content = read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {file} is not UTF-8: {error}", "fetch the file again") from None
+    beside = [file.with_name(settings) for settings in SETTINGS]
+    if not file.name.startswith(FILE) or not any(path.is_file() for path in beside):
+        return Tokenizer(content, name)
+    config, special = (_settings(path) for path in beside)
+    if "added_tokens_decoder" not in config:  # where transformers reads the other file too, which then decides
+        config |= special
+    if "eos_token" in config:
+        return Tokenizer(content, name, _end_token(config["eos_token"], name), guess=False)
+    return Tokenizer(content, name, _default_end_token(content, file.parent), guess=False)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}", "correct or remove that file") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} is no JSON object", "correct or remove that file")
+    return settings
+
+
+def _end_token(value: Any, name: str) -> str | None:
+    """The end token as settings write it: a string, null, or an AddedToken written out."""
+    token = value.get("content") if isinstance(value, dict) else value
+    if isinstance(token, str) or value is None:
+        return token
+    raise DataError(
+        f"eos_token of tokenizer {name} is {json.dumps(value)}, not one token", "write it as a string or null"
+    )
+
+
+def _default_end_token(content: str, directory: Path) -> str | None:
+    """The end token of a tokenizer whose settings name none: that of its class in transformers, as GPT-2's has one."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with tempfile.TemporaryDirectory() as copy:
+        Path(copy, FILE).write_text(content, encoding="utf-8")
+        for name in (*SETTINGS, "config.json"):
+            if (directory / name).is_file():
+                Path(copy, name).write_bytes((directory / name).read_bytes())
+        try:
+            return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False).eos_token
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ImportError,
+        ):  # its class is not transformers' own
+            return PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True).eos_token
 
 
 def _fetch_from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=["tokenizer.json", "tokenizer_config.json"])
+        folder = snapshot_download(name, allow_patterns=[FILE, *SETTINGS, "config.json"])
     except Exception as error:  # requests, hub and validation errors share no base class
         raise DataError(
             f"tokenizer {name} is neither a local file nor available from the hub: {first_line(error)}",
