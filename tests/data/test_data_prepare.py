@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 from data_helpers import directory_bytes, sentences, shared_data, text_config, write_jsonl, write_tokenizer
 from forked import start
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
 
 import linrnn.data.cache
 import linrnn.data.shards
 import linrnn.data.tokenise
 from linrnn.config.schema import StdlibDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
-from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare
+from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare, vocabulary_size
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -356,14 +359,13 @@ def test_damaged_shards_are_found_and_named(
 @pytest.mark.parametrize(
     ("texts", "changes", "error", "cause"),
     [
-        (["only one"], {}, DataError, "a single document"),
-        (["only one"], {"tokenizer": None, "tokenizer_vocab_size": 300}, DataError, "a single document"),
         (["", ""], {}, DataError, "0 train tokens"),
+        (["x"], {}, DataError, "0 train tokens"),
+        (["a", "b"], {"document_separator": "blank_line"}, ConfigError, "holds rows, each a document"),
         (["a", "b"], {"valid_fraction": 0.0}, ConfigError, "data.valid_fraction is 0"),
         (["a", "b"], {"text_field": "body"}, DataError, "no field 'body'"),
         (["a", "b"], {"tokenizer": "missing.json"}, DataError, "missing.json does not exist"),
         (["a", "b"], {"valid_path": "missing.txt"}, DataError, "data.valid_path=missing.txt does not exist"),
-        (["a", "b"], {"tokenizer": None, "tokenizer_vocab_size": 9000}, DataError, "too small to learn"),
     ],
 )
 def test_unusable_text_or_options_are_refused(
@@ -377,6 +379,153 @@ def test_unusable_text_or_options_are_refused(
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     with pytest.raises(error, match=cause):
         prepare(text_config(tmp_path / "cache", path, **{"tokenizer": tokenizer, **changes}))
+
+
+# --------------------------------------------------------------------------------------- what is held out
+def split_texts(tmp_path: Path, path: Path | str | list[str], tokenizer: Path, **changes: Any) -> dict[str, list[str]]:
+    data = prepare(text_config(tmp_path / "cache", path, tokenizer=tokenizer, **changes))
+    return texts_of(data, load_tokenizer(str(tokenizer)))
+
+
+@pytest.mark.parametrize("empty", ["every second", "every hundredth", "the first hundred"])
+@pytest.mark.parametrize("tokenizer_given", [True, False])
+def test_empty_rows_do_not_count_in_the_held_out_split(
+    tmp_path: Path, tokenizer: Path, empty: str, tokenizer_given: bool
+) -> None:
+    is_empty = {"every second": lambda i: i % 2 == 0, "every hundredth": lambda i: i % 100 == 0}.get(
+        empty, lambda i: i < 100
+    )
+    rows = ["" if is_empty(i) else text for i, text in enumerate(sentences(500))]
+    path, kept = write_jsonl(tmp_path / "a.jsonl", rows), [row for row in rows if row]
+    if tokenizer_given:
+        texts = split_texts(tmp_path, path, tokenizer, valid_fraction=0.01)
+        assert texts == {"valid": kept[::100], "train": [text for i, text in enumerate(kept) if i % 100]}
+    else:
+        data = prepare(text_config(tmp_path / "cache", path, valid_fraction=0.01))
+        assert (data.valid.n_documents, data.train.n_documents) == (len(kept[::100]), len(kept) - len(kept[::100]))
+
+
+def test_documents_without_tokens_are_counted_in_a_line(tmp_path: Path, tokenizer: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["", *sentences(30), ""])
+    said: list[str] = []
+    prepare(text_config(tmp_path / "cache", path, tokenizer=tokenizer), progress=lambda p: said.append(p.stage))
+    assert said[-1] == "2 documents hold no token, and are left out"
+
+
+BOOK = "".join(f"Line {i} of the book.\n" + "\n" * (i % 5 == 0) for i in range(1000))
+TEXTS = {
+    "lines": BOOK,
+    "line ends of Windows": BOOK.replace("\n", "\r\n"),
+    "one long line": BOOK.replace("\n", " "),
+    "no blank": "東" * 5000,
+    "a heading and one line": "heading\n" + "word " * 3000,
+    "two lines": "one\ntwo",
+    "one line": "only one",
+}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("form", ["txt", "md", "jsonl"])
+def test_a_single_text_holds_out_its_end(
+    tmp_path: Path, tokenizer: Path, text: str, form: str, fraction: float
+) -> None:
+    path, content = tmp_path / f"a.{form}", TEXTS[text]
+    path.write_bytes((json.dumps({"text": content}) if form == "jsonl" else content).encode())
+    texts = split_texts(tmp_path, path, tokenizer, valid_fraction=fraction)
+    assert [len(documents) for documents in texts.values()] == [1, 1]
+    [train], [valid] = texts["train"], texts["valid"]
+    assert train + valid == content
+    assert max(1, round(fraction * len(content))) <= len(valid) <= 1.5 * fraction * len(content) + 1
+    if text == "lines" and fraction < 0.5:
+        assert train.endswith("\n")
+
+
+def test_a_byte_order_mark_is_in_neither_split(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(BOOK.encode("utf-8-sig"))
+    texts = split_texts(tmp_path, tmp_path / "a.txt", tokenizer)
+    assert texts["train"][0] + texts["valid"][0] == BOOK
+
+
+@pytest.mark.parametrize(("separator", "mark"), [("blank_line", ""), ("<|endoftext|>", "<|endoftext|>")])
+def test_paragraphs_are_held_out_in_one_piece_at_the_end(
+    tmp_path: Path, tokenizer: Path, separator: str, mark: str
+) -> None:
+    paragraphs = [f"{text}\n" for text in sentences(400)]
+    for i in range(2):
+        (tmp_path / f"{i}.txt").write_text(mark.join(paragraphs[200 * i : 200 * i + 200]) + mark)
+    texts = split_texts(tmp_path, str(tmp_path / "*.txt"), tokenizer, document_separator=separator)
+    assert texts["train"] + texts["valid"] == paragraphs
+    share = sum(map(len, texts["valid"])) / sum(map(len, paragraphs))
+    assert 0.1 <= share <= 0.15
+
+
+def test_one_long_text_among_short_ones_is_cut(tmp_path: Path, tokenizer: Path) -> None:
+    contents = ["short\n", BOOK, "last\n"]
+    paths = [tmp_path / f"{i}.txt" for i in range(3)]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_text(content)
+    texts = split_texts(tmp_path, [str(path) for path in paths], tokenizer)
+    assert texts["train"][0] == "short\n"
+    assert texts["train"][1] + texts["valid"][0] == BOOK
+    assert texts["valid"][1:] == ["last\n"]
+
+
+def test_many_files_hold_out_every_tenth(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(sentences(30)):
+        (tmp_path / "texts" / f"{i:02}.py").write_text(text)
+    texts = split_texts(tmp_path, tmp_path / "texts", tokenizer)
+    assert texts["valid"] == sentences(30)[::10]
+
+
+def test_the_end_that_is_held_out_is_the_same_with_max_tokens_and_another_fraction_is_other_data(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "a.txt").write_text(BOOK)
+    config = text_config(tmp_path / "cache", tmp_path / "a.txt", tokenizer=tokenizer, document_separator="\n")
+    whole, part = prepare(config), prepare(replace(config, max_tokens=100))
+    assert whole.valid.n_tokens == part.valid.n_tokens
+    assert 100 <= part.train.n_tokens < 130
+    others = [prepare(replace(config, valid_fraction=0.2)), prepare(replace(config, document_separator=None))]
+    assert len({data.fingerprint for data in (whole, part, *others)}) == 4
+
+
+def test_a_tokenizer_trained_here_never_sees_the_end_that_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(BOOK + "zebra\n" * 200)
+    data = prepare(text_config(tmp_path / "cache", tmp_path / "a.txt", valid_fraction=0.1))
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.valid.read(0, data.valid.n_tokens - 1).tolist()).endswith("zebra\n" * 200)
+    assert not any("eb" in token for token in json.loads(data.tokenizer.json)["model"]["vocab"])
+
+
+def test_text_too_small_for_its_tokenizer_gives_the_entries_it_has_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A small text, a very small text.\n" * 20)
+    said: list[str] = []
+    config = text_config(tmp_path / "cache", tmp_path / "a.txt", tokenizer_vocab_size=4096)
+    data = prepare(config, progress=lambda p: said.append(p.stage))
+    assert 257 < data.vocab_size < 350
+    assert f"the text is too small for more than {data.vocab_size:,} of them" in said
+    assert f"{data.vocab_size:,} entries trained on it" in data.description
+    assert data.vocab_size <= vocabulary_size(config) == 4096
+
+
+def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_drops_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_jsonl(folder / "texts.jsonl", [*sentences(30), "a tea 🙂🙂 東"])
+    (folder / "notes.md").write_text("x")
+    bpe = HfTokenizer(models.BPE({c: i for i, c in enumerate(map(chr, range(32, 127)))}, []))
+    bpe.save(str(tmp_path / "ascii.json"))
+    said: list[str] = []
+    config = text_config(tmp_path / "cache", folder, tokenizer=tmp_path / "ascii.json")
+    prepare(config, progress=lambda p: said.append(p.stage))
+    assert said[0] == f"left out of {folder}: 1 .md"
+    n = sum(ord(c) > 126 for text in sentences(30) for c in text) + 3
+    assert said[-1].startswith(f"tokenizer {tmp_path}/ascii.json drops {n} characters of the text, of 5 kinds: ")
+    said.clear()
+    prepare(config, progress=lambda p: said.append(p.stage))
+    assert said == [f"left out of {folder}: 1 .md"], "it is not prepared again"
 
 
 # ----------------------------------------------------------------------------------------- the real thing

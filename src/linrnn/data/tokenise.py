@@ -113,7 +113,8 @@ class Tokenisation:
         documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         n_bytes = dict.fromkeys(SPLITS, 0)
         number = self._count("documents")
-        for text, ids in zip(texts, self._tokenizer.encode_batch(texts, self._dropped), strict=True):
+        self._dropped += self._tokenizer.dropped(texts)
+        for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
             if room is not None and room <= 0:
                 break
             if not ids:

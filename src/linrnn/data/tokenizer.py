@@ -84,6 +84,7 @@ class Tokenizer:
         if isinstance(self._tokenizer.model, models.BPE):
             self.dropout = self._tokenizer.model.dropout or None
             self._tokenizer.model.dropout = None
+        self._dropped: dict[str, bool] = {}
         self.json = json_text
         self.name = name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -101,31 +102,39 @@ class Tokenizer:
         self.eos_id: int | None = None if self.eos_token is None else vocabulary[self.eos_token]
         self.hash = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str], dropped: Counter[str] | None = None) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, computed in parallel on all cores. No end token is added.
-
-        Args:
-            dropped: counts the characters that are in no token, but for white space.
 
         Raises:
             DataError: the tokenizer has no token for a part of the text.
         """
-        where = dropped is not None and not self._keeps_all
-        encode = self._tokenizer.encode_batch if where else self._tokenizer.encode_batch_fast
         try:
-            encodings = encode(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises a bare Exception
             raise DataError(
                 f"tokenizer {self.name} cannot encode the text: {first_line(error)}",
                 "give it a token for unknown text (unk_token), or use another data.tokenizer",
             ) from None
-        if where:
-            for text, encoding in zip(texts, encodings, strict=True):
-                held = np.zeros(len(text), bool)
-                for start, end in encoding.offsets:
-                    held[start:end] = True
-                dropped.update(text[i] for i in np.flatnonzero(~held) if not text[i].isspace())
         return [encoding.ids for encoding in encodings]
+
+    def dropped(self, texts: Iterable[str]) -> Counter[str]:
+        """How often texts have characters, but for white space, of which no token or not all bytes remain."""
+        if self._keeps_all:
+            return Counter()
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text)
+        return Counter({c: n for c, n in counts.items() if not c.isspace() and self._drops(c)})
+
+    def _drops(self, character: str) -> bool:
+        if character not in self._dropped:
+            text = 3 * character  # a vocabulary may have it at the beginning of a word alone, or at the end
+            try:
+                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            except Exception:  # a tokenizer that refuses unknown text drops none
+                ids = [0]
+            self._dropped[character] = not ids or ("\ufffd" in self.decode(ids) and character != "\ufffd")
+        return self._dropped[character]
 
     @cached_property
     def _keeps_all(self) -> bool:
