@@ -88,7 +88,8 @@ def value_of(config: object, key: str) -> object:
 def test_every_key_of_a_path_takes_every_name(command: str, option: list[str], key: str) -> None:
     assert key in string_keys(command)
     for name in HOSTILE:
-        [override] = quoted([f"{key}={name}"], command)
+        mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""  # which reads as a list
+        [override] = quoted([f"{key}={mark}{name}{mark}"], command)
         assert OverridesParser.create().parse_override(override).value() == name
 
 
@@ -103,8 +104,49 @@ def test_the_names_come_through_to_the_configuration() -> None:
                     load_config([*needed, f"{key}={name}"], command)
                 assert f"{key}={os.path.expanduser(name)}: " in refusal.value.cause
                 continue
-            found = value_of(load_config([*needed, f"{key}={name}"], command), key)
+            mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""
+            found = value_of(load_config([*needed, f"{key}={mark}{name}{mark}"], command), key)
             assert found == os.path.expanduser(name)
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ("[a.txt,b]", ["a.txt", "b"]),
+        ("['~/a b.txt', /c*]", [os.path.expanduser("~/a b.txt"), "/c*"]),
+        ("['it\\'s, x']", ["it's, x"]),
+        ("'[a]'", "[a]"),
+        ("[a].txt", "[a].txt"),
+        ("a,b", "a,b"),
+    ],
+)
+def test_the_text_s_path_may_be_a_list(value: str, paths: list[str] | str) -> None:
+    data = load_config(["data=text", f"data.path={value}", f"data.valid_path={value}"]).data
+    assert (data.path, data.valid_path) == (paths, paths)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [
+        (["data.path=[a,3]"], "data.path holds 3, which is no path"),
+        (["data.path=[a,'']"], "data.path is empty"),
+        (["data.path=[]"], "data.path names no file"),
+        (["data.path=null"], "data.path names no file"),
+        (["data.path=[it's,b]"], "cannot be read"),
+        (["data.path=x", "data.document_separator=''"], "data.document_separator is empty"),
+    ],
+)
+def test_what_is_no_path_or_separator_is_refused(overrides: list[str], cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        load_config(["data=text", *overrides])
+
+
+def test_a_separator_is_taken_literally_with_its_line_breaks() -> None:
+    for separator in ("\n---\n", "blank_line", "1", "null\n", "[x]", "a,b", " "):
+        assert (
+            load_config(["data=text", "data.path=x", f"data.document_separator={separator}"]).data.document_separator
+            == separator
+        )
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.cache_dir"])
@@ -228,6 +270,8 @@ def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping() -> None:
     [
         [],
         ["model=kda", "loss=standard", "size=mve", "seed=3"],
+        ["data=text", "data.path=[a.txt,my notes/*.md,'[x]']", 'data.valid_path=["it\'s, ü"]'],
+        ["data=text", "data.path='[x]'", "data.document_separator=<|endoftext|>"],
         ["data=text", "data.path=it's [mine], ü", "init_from=null", "results_dir='null'", "run_name=x"],
         ["loss=cce_filter", "loss.filter_eps=1e-5", "optimizer.max_grad_norm=inf", "trainer.compile=blocks"],
         ["parallel=fsdp", "parallel.shard_ranks=2", "logger.wandb.tags=[a,'b, c']", "size.mixers.gla.num_heads=2"],

@@ -46,8 +46,8 @@ def override_value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """As :func:`override_value`, but a string never reads as `null` or as already quoted."""
-    if isinstance(value, str) and (value.lower() == "null" or value[:1] in "'\""):
+    """As :func:`override_value`, but a string never reads as `null`, a list or already quoted."""
+    if isinstance(value, str) and (value.lower() == "null" or value[:1] in "'\"["):
         return _item(value)
     return override_value(value)
 

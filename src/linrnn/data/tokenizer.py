@@ -150,8 +150,7 @@ class Tokenizer:
     def files(self) -> dict[str, str]:
         """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        if self.eos_token is not None:
-            settings |= {"eos_token": self.eos_token}
+        settings["eos_token"] = self.eos_token
         return {"tokenizer.json": self.json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
 
     def without_dropout(self) -> "Tokenizer":
