@@ -137,8 +137,9 @@ def vocabulary_size(config: DataConfig) -> int:
 # ------------------------------------------------------------------------------------------------------- text
 def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None) -> PreparedData:
     source = make_source(config)
-    for remark in source.remarks if progress else ():
-        progress(Progress(remark, finished=True))
+    if progress:
+        for remark in source.remarks:
+            progress(Progress(remark, finished=True))
     period = _holdout_period(config, source)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)

@@ -9,12 +9,12 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
 from linrnn.core.checksums import sha256
@@ -41,7 +41,7 @@ class Source(Protocol):
     identity: dict[str, Any]
     has_validation: bool
     remote: bool
-    remarks: list[str]
+    remarks: Sequence[str]
 
     @property
     def text_bytes(self) -> int | None:
@@ -75,13 +75,14 @@ class TextSource:
 
     def __init__(self, config: TextDataConfig) -> None:
         self._text_field, self._separator = config.text_field, config.document_separator
-        self.remarks: list[str] = []
-        self._files = {"train": find_files(config.path, "data.path", self.remarks.append)}
+        remarks: list[str] = []
+        self.remarks: Sequence[str] = remarks
+        self._files = {"train": find_files(config.path, "data.path", remarks.append)}
         if config.valid_path is not None:
-            self._files["valid"] = find_files(config.valid_path, "data.valid_path", self.remarks.append)
+            self._files["valid"] = find_files(config.valid_path, "data.valid_path", remarks.append)
         files = [file for of_split in self._files.values() for file in of_split]
         hashes = FileHashes(Path(config.cache_dir).expanduser())
-        self.identity = {
+        self.identity: dict[str, Any] = {
             "source": "text",
             "text_field": config.text_field,
             **{split: [hashes.of(file) for file in files] for split, files in self._files.items()},
@@ -151,7 +152,7 @@ class StdlibSource:
 
     has_validation = False
     remote = False
-    remarks: ClassVar[list[str]] = []
+    remarks: Sequence[str] = ()
 
     def __init__(self) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -175,7 +176,7 @@ class HubSource:
     """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout."""
 
     remote = True
-    remarks: ClassVar[list[str]] = []
+    remarks: Sequence[str] = ()
     text_bytes = None
 
     def __init__(self, config: HubDataConfig) -> None:

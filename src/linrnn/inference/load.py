@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from linrnn.config import data_for, read_config
-from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
+from linrnn.config.schema import Config, DataConfig, MarkovDataConfig, TokenizedDataConfig
 from linrnn.core.errors import ConfigError
 from linrnn.data import Batch, BatchesOnce, ConsoleProgress, PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
@@ -183,7 +183,9 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
             f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
             "leave data out for the run's own, or choose data like it",
         )
-    if not generated and data.tokenizer is None:  # one that is trained on the text may get fewer entries than asked for
+    if (
+        isinstance(data, TokenizedDataConfig) and data.tokenizer is None
+    ):  # one that is trained on the text may get fewer entries than asked for
         return
     entries, its_own = vocabulary_size(data), vocab_size(directory)
     if entries > its_own:

@@ -6,7 +6,7 @@ The weights are those that transformers would read: `model.safetensors`, else th
 
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
     return weights
 
 
-def _files(directory: Path, source: str) -> dict[str, Collection[str] | None]:
+def _files(directory: Path, source: str) -> Mapping[str, set[str] | None]:
     """The files of the weights, each with the names that the index lists for it (None without an index)."""
     if (directory / WEIGHTS).is_file():
         return {WEIGHTS: None}

@@ -21,7 +21,7 @@ from linrnn.config.steps import ending_at
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.files import read_object
 from linrnn.data import PreparedData
-from linrnn.data.tokenizer import Tokenizer, load_tokenizer
+from linrnn.data.tokenizer import load_tokenizer
 from linrnn.models import (
     LanguageModel,
     check_dimensions,
