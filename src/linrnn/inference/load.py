@@ -183,8 +183,12 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
             f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
             "leave data out for the run's own, or choose data like it",
         )
-    if isinstance(data, TokenizedDataConfig) and data.tokenizer is None:
-        return  # a tokenizer that is trained on the text may get fewer entries than asked for
+    if (
+        isinstance(data, TokenizedDataConfig)
+        and data.tokenizer is None
+        and vocabulary_size(data) == vocabulary_size(own)
+    ):
+        return  # a tokenizer that is trained on small text has fewer entries than asked for
     entries, its_own = vocabulary_size(data), vocab_size(directory)
     if entries > its_own:
         raise ConfigError(
