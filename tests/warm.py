@@ -19,7 +19,7 @@ LIBRARIES = [
 ]
 LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
-OURS += ["linrnn.bench.loss.run", "linrnn.bench.parallel.run"]
+OURS += ["benchmarks.loss", "benchmarks.parallel"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.study.report"]
 
 gc.disable()

@@ -6,29 +6,13 @@ import pytest
 import torch
 from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
 
-from linrnn.bench.loss import certificate
-from linrnn.bench.loss.certificate import (
-    CALLS,
-    DTYPES,
-    SHAPES,
-    Row,
-    calls_of,
-    certify,
-    make_case,
-    page,
-    read,
-    solve,
-    write,
-)
-from linrnn.bench.loss.problems import Shape, relative_error
-from linrnn.core.errors import DataError
+from benchmarks import certificate
+from benchmarks.certificate import CALLS, SHAPES, Row, calls_of, certify, make_case, read_rows, solve, write_report
+from benchmarks.common import append_rows
+from benchmarks.problems import DTYPES, Shape, parse_shape, relative_error
 
 CPU = torch.device("cpu")
 SMALL = Shape("33x24x517", 33, 24, 517)
-RUN = {
-    "id": "1", "command": "python certify", "device": "cpu",
-    "environment": {"packages": {"torch": "2", "triton": "3"}, "git": {"commit": "abc", "dirty": False}},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -81,50 +65,35 @@ def row_of(option: str, ratio: float | None, run: str = "1", **changes) -> Row:
 
 
 def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
-    write(tmp_path, [row_of("plain", 0.9), row_of("bias", 1.2)], RUN)
     failed = row_of("softcap=30", None, "2", status="failed", reason="RuntimeError: x")
-    write(tmp_path, [row_of("plain", 1.0, "2"), failed], RUN | {"id": "2"})
-    rows = read(tmp_path / "certificate.jsonl")
-    assert [(row.option, row.run) for row in rows] == [("softcap=30", "2"), ("bias", "1"), ("plain", "2")]
-    text = (tmp_path / "certificate.md").read_text()
+    for rows in ([row_of("plain", 0.9), row_of("bias", 1.2)], [row_of("plain", 1.0, "2"), failed]):
+        append_rows(tmp_path, rows, certificate.FILE)
+    assert [(row.option, row.run) for row in read_rows(tmp_path)] == [
+        ("softcap=30", "2"),
+        ("bias", "1"),
+        ("plain", "2"),
+    ]
+    text = write_report(tmp_path)[0].read_text()
     assert "3 calls. 1 in bf16 lie beyond 1.05, 1 failed, and 0 gave other bits" in text
-    assert "| s | bf16 | bias | 1.200 |" in text
-    assert "| yes | beyond 1.05 |" in text
-    assert "commit abc, cpu, torch 2, triton 3" in text
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2
-    assert not list(tmp_path.glob("*.partial"))
-    (tmp_path / "certificate.jsonl").write_text('{"shape": 1}\n')
-    with pytest.raises(DataError, match="cannot be read as a certificate"):
-        read(tmp_path / "certificate.jsonl")
-
-
-def test_a_page_without_rows():
-    assert "0 calls" in page([], [], "cpu")
+    assert "| s bf16 bias | 1.200 |" in text
 
 
 def test_the_grid_has_odd_sizes_and_no_fp32_that_takes_minutes():
-    assert len(SHAPES) == 12
+    shapes = [parse_shape(name) for name in SHAPES]
     for size in ("n", "d", "v"):
-        assert any(getattr(shape, size) % 8 for shape in SHAPES)
-    calls = calls_of(SHAPES, CALLS, DTYPES)
+        assert any(getattr(shape, size) % 8 for shape in shapes)
+    calls = calls_of(shapes, CALLS, DTYPES)
     assert len(calls) == len(set(calls)) == (2 * 12 + 9) * len(CALLS)
 
 
-def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path, command, fresh_command):
-    script = ["scripts/maintain/certify_loss.py", "device=cpu", f"results_dir={tmp_path}"]
-    done = command(*script, "shapes=33x24x517", "options=plain,bias", "dtypes=bf16")
+def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path, command, command_here):
+    script = ["benchmarks/certificate.py", "device=cpu", f"results_dir={tmp_path}", "shapes=[33x24x517]"]
+    done = command(*script, "options=[plain,bias]", "dtypes=[bf16]")
     assert done.returncode == 0, done.stderr
     path = tmp_path / "certificate" / "cpu" / "certificate.jsonl"
-    assert {json.loads(line)["option"] for line in path.read_text().splitlines()} == {"plain", "bias"}
-    done = command(*script, "shapes=33x24x517", "seconds=0")
-    assert "0 seconds are over: 42 of 42 calls are not certified" in done.stdout
-    done = fresh_command(*script, "options=telepathy")
-    assert done.returncode
-    assert "unknown: telepathy; known: plain, flat logits" in done.stderr
-    runs = path.with_name("runs.jsonl").read_bytes()
-    for wrong in ("seconds=soon", "shapes=telepathy"):
-        done = command(*script, wrong)
-        assert done.returncode
-        assert wrong.split("=")[1] in done.stderr
-        assert "Traceback" not in done.stderr
-    assert path.with_name("runs.jsonl").read_bytes() == runs
+    assert [json.loads(line)["option"] for line in path.read_text().splitlines()] == ["plain", "bias"]
+    assert "0 seconds are over: 42 of 42 calls are not certified" in command_here(*script, "seconds=0").stdout
+    for wrong in ("options=[telepathy]", "dtypes=[telepathy]"):
+        done = command_here(*script, wrong)
+        assert done.returncode == 2
+        assert "telepathy is not known" in done.stderr

@@ -274,7 +274,8 @@ def test_nearest_names_the_intended_one_first() -> None:
 
 
 def test_commands_have_their_files() -> None:
-    assert all((CONFIG_DIR / f"{name}.yaml").exists() for name in COMMANDS)
+    own = [name for name, schema in COMMANDS.items() if schema.__module__.startswith("linrnn.")]
+    assert all((CONFIG_DIR / f"{name}.yaml").exists() for name in own)
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def _says_unknown(
 def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.bench.loss.run import run_benchmark
+    from benchmarks.loss import run_benchmark
 
     config = load_config(["device=cpu", "shapes=[gemma2_2b]", f"output_dir={tmp_path / 'rows'}"], "bench_loss")
     has(monkeypatch, 8)

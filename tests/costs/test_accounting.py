@@ -11,9 +11,9 @@ from older_kernels import further_bytes, third_of_the_logits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.common import parse_loss
+from benchmarks.loss_rows import read_rows
 from linrnn import costs
-from linrnn.bench.loss.rows import read_rows
-from linrnn.bench.loss.sets import parse_loss
 from linrnn.config import load_config
 from linrnn.config.schema import Config, LossConfig
 from linrnn.core.files import read_json

@@ -11,7 +11,7 @@ from rank_process import curve, summary_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from linrnn.bench.training_step import TrainingStep, random_batch
+from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
 from linrnn.distributed import Ranks
 from linrnn.distributed.sharding import Replicas, shard

@@ -288,7 +288,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         "part=all", "blocks_together=2", "keep_gathered=true", "repeats=2",
     )  # fmt: skip
     log = tmp_path / "log"
-    ranks = start_ranks(list(overrides), 2, log, script="scripts/bench_parallel.py")
+    ranks = start_ranks(list(overrides), 2, log, script="benchmarks/parallel.py")
     assert ended(ranks, seconds=120) == [0, 0], output(log, 2)
     content = json.loads((tmp_path / "cpu-x2-all.json").read_text())
     assert [(row["operation"], row["mib"]) for row in content["collectives"]] == [
@@ -315,7 +315,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         assert len(row["efficiencies"]) == (0 if row["parallel"] == "none" else 2)
     assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
     (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run
-    again = command("scripts/bench_parallel.py", "measure=false", f"output_dir={tmp_path}")
+    again = command("benchmarks/parallel.py", "measure=false", f"output_dir={tmp_path}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert (tmp_path / "cpu.md").read_text().count("| gla smoke | ddp | strong | 2 | 1 |") == 2
     assert (tmp_path / "cpu.md").read_text().count("| 64 × 32 × 203 | 2 |") == 1

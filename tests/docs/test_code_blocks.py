@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from linrnn.config.schema import COMMANDS
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "diff", "python", "yaml", "mermaid", "text"}
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|make|torchrun|pip|source|git) \S", re.MULTILINE)
-ENTRY = re.compile(r"^    run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
+ENTRY = re.compile(r"^    (?:cli\.)?run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
 # Commands of other programs, literally: this test cannot check them.
 FIXED = {
     "source .venv/bin/activate",
@@ -73,6 +74,8 @@ def check_pytest(words: list[str]) -> None:
 def check_script(script: str, overrides: list[str]) -> None:
     """The script exists and accepts these overrides."""
     source = (ROOT / script).read_text(encoding="utf-8")
+    if script.startswith("benchmarks/"):  # adds its keys when it is imported
+        import_module(script.removesuffix(".py").replace("/", "."))
     overrides = [override for override in overrides if override != "--help"]
     entry = ENTRY.search(source)
     if entry is None:  # a command line of its own, which its docstring lists

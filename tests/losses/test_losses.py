@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.other_losses import OTHER_LOSSES
 from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names
@@ -22,7 +23,6 @@ from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
 from linrnn.losses.liger import LigerLossConfig
-from linrnn.losses.rivals import rival_names
 from linrnn.losses.torch_native import TorchNativeLossConfig
 
 CPU = torch.device("cpu")
@@ -503,8 +503,8 @@ class TestOnTheGpu:
 
 # ------------------------------------------------------------------------------------- rivals, for the benchmark alone
 def test_rivals_can_be_built_but_no_run_can_choose_them():
-    assert not set(rival_names()) & set(loss_names())
-    assert not set(rival_names()) & set(SCHEMAS["loss"])
+    assert not set(OTHER_LOSSES) & set(loss_names())
+    assert not set(OTHER_LOSSES) & set(SCHEMAS["loss"])
 
 
 @pytest.mark.parametrize("name", ["liger_sm90", "quack", "quack/1024"])
@@ -534,7 +534,7 @@ def quack(monkeypatch):
     module.scaled_exp_lce_supported = lambda hidden, weight, chunk_size, reduction: module.scaled
     monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
     monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
-    monkeypatch.setattr("linrnn.losses.rivals.require_cuda", lambda *_: None)
+    monkeypatch.setattr("benchmarks.other_losses.require_cuda", lambda *_: None)
     monkeypatch.delattr(logging.Logger, "__quack_semantic_key__", raising=False)
     yield module
     monkeypatch.undo()

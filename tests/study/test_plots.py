@@ -9,7 +9,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from linrnn.bench.steps.rows import AGAIN, read_rows
+from benchmarks.steps_rows import AGAIN, read_rows
 from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from linrnn.bench.steps.rows import AGAIN, Row
+from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from linrnn.study.benchmarks.line_ratios import line_ratios
 from linrnn.study.benchmarks.step_speed import HOST, StepSpeed, names_of, step_speeds

@@ -199,7 +199,7 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     """bench_loss from a run of this harness to table and plot. Its loss equals the run's own validation loss."""
     trainer = trained(small("trainer.max_steps=4"))
     run, out = trainer.directory.path, tmp_path / "bench"
-    bench = ["scripts/bench_loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
+    bench = ["benchmarks/loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
     bench += ["device=cpu", f"data.cache_dir={data_cache}"]
     done = command(*bench, "tokens=200", "batches=2", f"output_dir={out}")
     assert done.returncode == 0, done.stderr

@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 
 import linrnn.core.machine  # noqa: F401  notes when this process began
 from linrnn.config.compose import (
-    CONFIG_DIR,
     compose_config,
     groups_of_options,
     load_config,
     manual_of,
+    manual_of_command,
     options_of,
 )
 from linrnn.config.outputs import check_outputs
@@ -47,7 +47,7 @@ KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or o
 
 
 def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
-    """Parse `sys.argv` as Hydra overrides of `configs/<config_name>.yaml`, call `main(config)`, exit with its code.
+    """Parse `sys.argv` as Hydra overrides of the command `config_name`, call `main(config)`, exit with its code.
 
     A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
     The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes
@@ -285,12 +285,12 @@ def help_text(config_name: str, description: str = "", overrides: Sequence[str] 
     A loss has no YAML file; its lines are made from its options. A group that must be chosen and is not has no lines.
     """
     program = os.path.relpath(sys.argv[0])
-    own = CONFIG_DIR / f"{config_name}.yaml"
-    required = re.findall(r"^  - (\w+): \?\?\?", own.read_text(encoding="utf-8"), re.MULTILINE)
+    own = manual_of_command(config_name)
+    required = re.findall(r"^  - (\w+): \?\?\?", own[1], re.MULTILINE)
     open_groups = [group for group in required if not any(option.startswith(f"{group}=") for option in overrides)]
     composed = compose_config([*overrides, *(f"{group}={options_of(group)[0]}" for group in open_groups)], config_name)
     lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
-    manual, groups = [(f"configs/{own.name}", own.read_text(encoding="utf-8").rstrip())], []
+    manual, groups = [own], []
     for group in groups_of_options():
         if group in composed or (group == "experiment" and config_name == "train"):
             groups.append(f"  {group:<12} {' | '.join(options_of(group))}")

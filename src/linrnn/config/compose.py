@@ -57,6 +57,16 @@ def offer(group: str, values: Any, about: str) -> None:
     _composed.cache_clear()
 
 
+def add_command(name: str, schema: type) -> None:
+    """Add a command that needs no YAML file: `load_config(overrides, name)` then gives a `schema`.
+
+    Args:
+        schema: a dataclass whose every field is an :func:`linrnn.config.schema.option`.
+    """
+    COMMANDS[name] = schema
+    ConfigStore.instance().store(name=name, node=schema)
+
+
 def options_of(group: str) -> list[str]:
     """The names that `group=NAME` takes, sorted."""
     files = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
@@ -79,12 +89,30 @@ def manual_of(group: str, option: str) -> tuple[str, str] | None:
     if (group, option) not in _OFFERED:
         return None
     values, about = _OFFERED[group, option]
-    lines = [*textwrap.wrap(about, 120, initial_indent="# ", subsequent_indent="# "), f"name: {option}"]
-    for field in dataclasses.fields(values)[1:]:
+    head = [*textwrap.wrap(about, 120, initial_indent="# ", subsequent_indent="# "), f"name: {option}"]
+    return f"{group}={option}", "\n".join([*head, *_keys_of(values, dataclasses.fields(values)[1:])])
+
+
+def manual_of_command(name: str) -> tuple[str, str]:
+    """The title of a command's manual, and its keys with values and comments."""
+    path = CONFIG_DIR / f"{name}.yaml"
+    if path.exists():
+        return f"configs/{path.name}", path.read_text(encoding="utf-8").rstrip()
+    schema = COMMANDS[name]
+    return "keys of this command", "\n".join(_keys_of(schema(), dataclasses.fields(schema)))
+
+
+def _keys_of(values: Any, fields: Sequence[dataclasses.Field]) -> Iterator[str]:
+    """The lines that a YAML file would have: each key with its value, and its meaning beside it or above it."""
+    for field in fields:
         value = OmegaConf.to_yaml({field.name: getattr(values, field.name)}).strip()
-        first, *more = textwrap.wrap(field.metadata["meaning"], 92)
-        lines += [f"{value:<27} # {first}", *(f"{'':<27} # {line}" for line in more)]
-    return f"{group}={option}", "\n".join(lines)
+        if "\n" in value:
+            yield from textwrap.wrap(field.metadata["meaning"], 120, initial_indent="# ", subsequent_indent="# ")
+            yield value
+        else:
+            first, *more = textwrap.wrap(field.metadata["meaning"], 92)
+            yield f"{value:<27} # {first}"
+            yield from (f"{'':<27} # {line}" for line in more)
 
 
 @functools.cache

@@ -54,9 +54,17 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[Any, ...] = (),
+    path: str | None = None,
 ) -> Any:
-    """A key of a group that has no YAML file (`loss`): its default, its comment in `--help`, and its bounds."""
+    """A key without a YAML file (of `loss`, or of a benchmark): its default, its comment in `--help`, and its bounds.
+
+    Args:
+        path: `read` or `written`, as :func:`input_path` and :func:`output_path`.
+    """
     metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    metadata |= {} if path is None else {"path": path}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -504,118 +512,7 @@ class ReportConfig:
     breakdowns: str = input_path()
 
 
-@dataclass
-class BenchLossSet:
-    """Problems and backends that belong in one table."""
-
-    shapes: list[str]
-    backends: list[str]
-    logits: list[str]
-    gradients: list[str]
-    batches: int = at_least(1)
-
-
-@dataclass
-class BenchLossConfig(ReadingConfig):
-    """scripts/bench_loss.py: keys are explained in configs/bench_loss.yaml."""
-
-    set: str
-    shapes: list[str] | None
-    backends: list[str] | None
-    logits: list[str] | None
-    gradients: list[str] | None
-    checkpoint: str | None = input_path()
-    tokens: int = at_least(1)
-    batches: int | None = at_least(1)
-    dtype: str = one_of("bf16", "fp32")
-    rounds: int = at_least(2)
-    warmup: int = at_least(1)
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", "cuda")
-    measure: bool
-    resume: bool
-    results_dir: str = input_path()
-    output_dir: str | None = output_path()
-    sets: dict[str, BenchLossSet]
-
-
-@dataclass
-class BenchModelsConfig:
-    """scripts/bench_models.py: keys are explained in configs/bench_models.yaml."""
-
-    measure: bool
-    models: list[str]
-    losses: list[str]
-    dtype: str = one_of("bf16", "fp32")
-    checkpointing: bool
-    rounds: int = at_least(2)
-    warmup: int = at_least(1)
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", "cuda")
-    results_dir: str = input_path()
-    output_dir: str | None = output_path()
-
-
-@dataclass
-class BenchStepsConfig:
-    """scripts/bench_steps.py: keys are explained in configs/bench_steps.yaml."""
-
-    measure: bool
-    models: list[str]
-    losses: list[str]
-    batch_sizes: list[int]
-    rounds: int = at_least(2)
-    steps: int = at_least(1)
-    settle: int = at_least(0)
-    warmup: int = at_least(1)
-    seed: int = at_least(0)
-    compare_with: str | None
-    device: str = one_of("auto", "cpu", "cuda")
-    results_dir: str = input_path()
-    output_dir: str | None = output_path()
-
-
-@dataclass
-class BenchFirstStepConfig:
-    """scripts/bench_first_step.py: keys are explained in configs/bench_first_step.yaml."""
-
-    measure: bool
-    lines: list[str]
-    repeats: int = at_least(1)
-    limit_seconds: float = between(1e-3, 1e8)
-    device: str = one_of("auto", "cpu", "cuda")
-    results_dir: str = input_path()
-    output_dir: str | None = output_path()
-
-
-@dataclass
-class BenchParallelConfig:
-    """scripts/bench_parallel.py: keys are explained in configs/bench_parallel.yaml."""
-
-    measure: bool
-    collective_mib: list[int]
-    losses: list[str]
-    models: list[str]
-    weak: list[str]
-    strong: list[str]
-    batch_size: int = at_least(1)
-    seq_len: int = at_least(2)
-    vocab_size: int | None = at_least(2)
-    rounds: int = at_least(1)
-    steps: int = at_least(1)
-    repeats: int = at_least(1)
-    warmup: int = at_least(1)
-    seed: int = at_least(0)
-    device: str = one_of("auto", "cpu", "cuda")
-    timeout_seconds: float = between(1, 1e8)
-    blocks_together: int = at_least(1)
-    keep_gathered: bool
-    cuda_graph: bool
-    output_dir: str = output_path()
-    part: str | None
-
-
-# Commands: the schema of each configs/<name>.yaml.
+# Commands: the schema of each configs/<name>.yaml. linrnn.config.compose.add_command adds those of benchmarks.
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,
@@ -623,11 +520,6 @@ COMMANDS: dict[str, type] = {
     "export": ExportConfig,
     "generate": GenerateConfig,
     "report": ReportConfig,
-    "bench_loss": BenchLossConfig,
-    "bench_models": BenchModelsConfig,
-    "bench_steps": BenchStepsConfig,
-    "bench_parallel": BenchParallelConfig,
-    "bench_first_step": BenchFirstStepConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,

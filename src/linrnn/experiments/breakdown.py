@@ -119,7 +119,7 @@ def check_parts(config: TrainerConfig) -> None:
     Raises:
         ConfigError: it replays a CUDA graph, or compiles blocks.
     """
-    remedy = "scripts/bench_steps.py measures whole steps of such a run"
+    remedy = "benchmarks/steps.py measures whole steps of such a run"
     if config.cuda_graph:
         raise ConfigError("trainer.cuda_graph=true: a replayed graph calls no module that could be timed", remedy)
     if config.compile != "none":

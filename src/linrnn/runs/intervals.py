@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist, fmean, median, stdev
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,33 @@ def pairs_for(differences: Sequence[float], half_width: float) -> int:
     """
     critical = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     return max(2, math.ceil((critical * stdev(differences) / half_width) ** 2))
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where a backend and the baseline take the same time.
+
+    Attributes:
+        size: along the axis, interpolated between two sizes measured (logarithms of size and ratio).
+        faster_above: whether the backend is the faster one above that size.
+    """
+
+    size: float
+    faster_above: bool
+
+
+def crossovers(sizes: Sequence[int], ratios: Sequence[float]) -> list[Crossover]:
+    """Sizes at which the ratio of times to the baseline's passes 1, from the smallest to the largest.
+
+    Args:
+        sizes: distinct and ascending.
+        ratios: one per size. A ratio of exactly 1 counts as faster.
+    """
+    logs, found = [math.log(ratio) for ratio in ratios], []
+    for (size, log), (next_size, next_log) in pairwise(zip(sizes, logs, strict=True)):
+        if (log <= 0) != (next_log <= 0):
+            found.append(Crossover(size * (next_size / size) ** (log / (log - next_log)), next_log <= 0))
+    return found
 
 
 def answer(low: float, high: float, rule: str, target: float) -> bool | None:

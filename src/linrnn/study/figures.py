@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from linrnn.bench.loss.plots import hero
-from linrnn.bench.loss.rows import Row, read_rows, rows_for
-from linrnn.bench.records import read_runs
-from linrnn.bench.steps.rows import Row as StepRow
-from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
+from benchmarks.common import read_runs
+from benchmarks.loss_pictures import hero
+from benchmarks.loss_rows import Row, read_rows, rows_for
+from benchmarks.steps_rows import Row as StepRow
+from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
 from linrnn.core.plot_style import looks, save
@@ -150,7 +150,7 @@ def loss_layer(results: Path) -> Any:
     rows = rows_for("shapes", measured).values()  # of one process: other sets hold other backends
     own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
     if {row.shape for row in own} != set(HERO):
-        raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python scripts/bench_loss.py set=shapes")
+        raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python benchmarks/loss.py set=shapes")
     return hero(own, HERO, _device(directory, own))
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linrnn.bench.loss.rows import Row, read_rows, rows_for
-from linrnn.bench.steps.rows import read_rows as read_rows_of_steps
+from benchmarks.loss_rows import Row, read_rows, rows_for
+from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.config import CONFIG_DIR
 from linrnn.core.errors import DataError
 from linrnn.core.tables import Table
@@ -109,7 +109,7 @@ def speeds_of_steps(*folders: str) -> list[Verdict]:
     for folder in folders:
         directory = results_dir() / "bench_steps" / folder
         if not directory.is_dir():
-            print(f"open: no whole steps in bench_steps/{folder}; python scripts/bench_steps.py makes them")
+            print(f"open: no whole steps in bench_steps/{folder}; python benchmarks/steps.py makes them")
             continue
         speeds = step_speeds(read_rows_of_steps(directory))
         found += [one.verdict for one in speeds if one.verdict.backend == EXACT]
@@ -128,7 +128,7 @@ def bench_rows(device: str) -> list[Row]:
             rows = sorted(rows_for("shapes", rows).values(), key=lambda row: row.problem)
             print(f"{len(rows)} rows of {path.relative_to(results_dir())}")
             return rows
-    print("open: no loss benchmark; python scripts/bench_loss.py makes one")
+    print("open: no loss benchmark; python benchmarks/loss.py makes one")
     return []
 
 

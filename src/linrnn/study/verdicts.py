@@ -44,6 +44,7 @@ from linrnn.study.results import (
 )
 
 BASELINES = ("compiled", "standard")  # verdicts are against compiled cross-entropy first, eager second
+AGAIN = "compiled, again"  # the control of the benchmark of steps: compiled, built a second time
 CONTROL = "compiled_nudged"  # judged against compiled, on losses alone: how far rounding drives equal losses apart
 EXACT, COMPENSATED = "cce_kahan", "accumulate=kahan"
 OURS = (EXACT, "cce_filter")

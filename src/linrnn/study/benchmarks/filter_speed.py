@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from linrnn.bench.loss.rows import Row, read_rows
+from benchmarks.loss_rows import Row, read_rows
 from linrnn.study.criteria import BACKWARD, Verdict, judge
 
 SET, BASELINE, FILTER = "grid", "compiled", "cce_filter"

@@ -5,7 +5,7 @@ The rounds of two lines are not paired: each line has a model and rounds of its 
 
 from collections.abc import Sequence
 
-from linrnn.bench.steps.rows import AGAIN, Row
+from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
 from linrnn.runs.intervals import AT_LEAST, LEAST_PAIRS, answer, ratio_of_means

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from linrnn.bench.steps.lines import titles_of
-from linrnn.bench.steps.rows import AGAIN, Row, ratio_of
+from benchmarks.steps_rows import AGAIN, Row, ratio_of, titles_of
 from linrnn.models.facts import model_in_words
 from linrnn.study.criteria import MEMORY, SPEED, SPEED_AT_LARGEST, Verdict, judge
 from linrnn.study.verdicts import BASELINES

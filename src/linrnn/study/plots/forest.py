@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from linrnn.bench.steps.rows import AGAIN
 from linrnn.core.plot_style import GREY, PALE, TARGET, in_words, legend_below, looks, loss_of, subplots
 from linrnn.models.facts import model_in_words
 from linrnn.runs.intervals import WITHIN
@@ -24,7 +23,7 @@ from linrnn.study.criteria import (
     Verdict,
 )
 from linrnn.study.results import Run, loss_layer_share
-from linrnn.study.verdicts import BASELINES, CONTROL, EXACT
+from linrnn.study.verdicts import AGAIN, BASELINES, CONTROL, EXACT
 
 # A panel's question in words, and which direction is better.
 ASKED: dict[Criterion, tuple[str, str]] = {

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from linrnn.bench.steps.rows import AGAIN
 from linrnn.core.plot_style import LOSSES, WIDTH, legend_below, looks, loss_of, subplots
 from linrnn.study.criteria import MET, UNDECIDED, Verdict
 from linrnn.study.plots.forest import (
@@ -20,7 +19,7 @@ from linrnn.study.plots.forest import (
     slot_of,
     slots_of,
 )
-from linrnn.study.verdicts import BASELINES, CONTROL
+from linrnn.study.verdicts import AGAIN, BASELINES, CONTROL
 
 TITLE = "The study at a glance: what was asked, and how often it was met"
 NOTE = (

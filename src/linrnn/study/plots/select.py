@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from linrnn.bench.loss.rows import crossovers
 from linrnn.models.facts import model_in_words
 from linrnn.runs.figures import NOT_MEASURED, WALL_CLOCK, by_wall_clock, waits_between_steps
-from linrnn.runs.intervals import LEAST_PAIRS
+from linrnn.runs.intervals import LEAST_PAIRS, crossovers
 from linrnn.study.results import SETTING, Run, alike, backend_names
 from linrnn.study.verdicts import BASELINES
 

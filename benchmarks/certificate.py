@@ -1,0 +1,350 @@
+"""Certify the errors of `cce_kernels.linear_cross_entropy` against fp64: `python benchmarks/certificate.py`.
+
+Every call of the grid shape x dtype x option is compared with the same loss in fp64: the loss, the gradients of all
+options' inputs, and whether a second call gives the same bits. The bar is the error of fp32 logits whose gradient is
+rounded once to the products' dtype. A ratio is the kernels' error divided by the bar's error. Gradients are compared
+on a sample of rows of e and c, because the fp64 gradients of a large problem take gigabytes. Runs add up, so a run may
+stop after `seconds`.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cce_kernels import linear_cross_entropy
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.common import Column
+from benchmarks.problems import DTYPES, Shape, make_problem, parse_shape, relative_error
+from linrnn.config import cli
+from linrnn.config.compose import add_command
+from linrnn.config.schema import option as key
+from linrnn.core.errors import ConfigError, as_reason
+from linrnn.core.output import say
+from linrnn.runs.environment import command_line
+from linrnn.training.runtime import resolve_device, without_tf32
+
+BOUND = 1.05  # the largest ratio to the bar that bf16 may have
+SAMPLED = 128  # rows of dE, and as many rows of dC
+BLOCK_ELEMENTS = 2**26  # logits at a time
+IGNORE_INDEX = -100
+LossFunction = Callable[..., Any]  # the kernels' linear_cross_entropy
+SHAPES = (
+    *("257x203x5003", "2048x2048x32000", "1024x2048x50304", "5120x1000x50304", "8192x768x50257", "1000x1536x100277"),
+    *("512x4096x128256", "mve", "1536x8192x32000", "3001x2880x201088", "4096x4096x128256", "gemma2_2b"),
+)
+LARGEST_IN_FP32 = 10**12  # N x D x V; larger problems are certified in 16 bits alone, because IEEE fp32 takes minutes
+FILE = "certificate.jsonl"
+
+
+@dataclass(frozen=True)
+class Call:
+    """An option of the loss: keywords of `linear_cross_entropy`, and what else the call has."""
+
+    keywords: dict[str, Any] = field(default_factory=dict)
+    logits: str = "peaked"
+    bias: bool = False
+    half_ignored: bool = False
+    main_grad: bool = False
+
+
+CALLS = {
+    "plain": Call(),
+    "flat logits": Call(logits="flat"),
+    "softcap=30": Call({"softcap": 30.0}),
+    "bias": Call(bias=True),
+    "label_smoothing=0.1": Call({"label_smoothing": 0.1}),
+    "z_loss=1e-3": Call({"z_loss": 1e-3}),
+    "return_lse": Call({"return_lse": True}),
+    "reduction=none": Call({"reduction": "none"}),
+    "half ignored": Call(half_ignored=True),
+    "shift=1": Call({"shift": 1}),
+    "main_grad_c": Call(main_grad=True),
+    "accumulate=kahan workspace_mib=256": Call({"accumulate": "kahan", "workspace_mib": 256}),
+    "accumulate=fp32 workspace_mib=256": Call({"accumulate": "fp32", "workspace_mib": 256}),
+    "accumulate=bf16 workspace_mib=256": Call({"accumulate": "bf16", "workspace_mib": 256}),
+}
+
+
+@dataclass
+class BenchConfig(common.Keys):
+    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+
+    shapes: list[str] = key([*SHAPES], "names, or tokens x hidden dimensions x vocabulary")
+    options: list[str] = key([*CALLS], "options of the loss, each alone")
+    dtypes: list[str] = key([*DTYPES], "of the products")
+    seconds: float = key(140.0, "s after which no further call begins; ≥ 0", minimum=0)
+
+
+add_command("certificate", BenchConfig)
+
+
+@dataclass
+class Row:
+    """One call. Errors are relative to fp64; ratios are to the bar. Without a bias both of dbias are null."""
+
+    shape: str
+    n: int
+    d: int
+    v: int
+    dtype: str
+    option: str
+    run: str
+    status: str = "ok"  # ok | refused | failed
+    reason: str = ""
+    loss_err: float | None = None
+    de_err: float | None = None
+    dc_err: float | None = None
+    dbias_err: float | None = None
+    de_ratio: float | None = None
+    dc_ratio: float | None = None
+    dbias_ratio: float | None = None
+    same_bits: bool | None = None
+
+    @property
+    def worst(self) -> float:
+        """The largest ratio; infinite if the call failed."""
+        found = [x for x in (self.de_ratio, self.dc_ratio, self.dbias_ratio) if x is not None]
+        return max(found, default=float("inf"))
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.shape, self.dtype, self.option
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The last row of every call, the worst ratio first.
+
+    Raises:
+        DataError: nothing was certified, or the file is damaged.
+    """
+    return sorted(common.last_rows(directory, Row, lambda row: row.key, FILE), key=lambda row: (-row.worst, row.key))
+
+
+# ----------------------------------------------------------------------------------------------------- one call
+@dataclass(frozen=True)
+class Case:
+    """The tensors of a call: e (N, D), c (V, D), bias (V,) or None, and every row's label, weight and LSE's weight."""
+
+    e: Tensor
+    c: Tensor
+    bias: Tensor | None
+    labels: Tensor  # (N,) int64, as they are given to the loss
+    target: Tensor  # (N,) int64, after the shift; IGNORE_INDEX for none
+    weight: Tensor  # (N,) fp64, dloss / d(row loss)
+    lse_weight: float  # dloss / dLSE of every row
+    rows: Tensor  # sampled rows of e
+    entries: Tensor  # sampled rows of c
+
+
+def make_case(shape: Shape, call: Call, dtype: torch.dtype, device: torch.device) -> Case:
+    problem = make_problem(shape, call.logits, dtype, device, seed=0)
+    random = torch.Generator(device).manual_seed(1)
+    labels = problem.labels_N.clone()
+    if call.half_ignored:
+        labels[torch.rand(shape.n, generator=random, device=device) < 0.5] = IGNORE_INDEX
+    target = labels
+    if shift := call.keywords.get("shift", 0):
+        target = torch.cat((labels[shift:], labels.new_full((shift,), IGNORE_INDEX)))
+    bias = None
+    if call.bias:
+        bias = torch.randn(shape.v, generator=random, device=device).to(dtype).requires_grad_()
+    counted = (target >= 0).double()
+    weight = counted / counted.sum()
+    if call.keywords.get("reduction") == "none":
+        weight = counted * torch.rand(shape.n, generator=random, device=device).double()
+    rows = torch.randperm(shape.n, generator=random, device=device)[:SAMPLED]
+    drawn = torch.randperm(shape.v, generator=random, device=device)[: SAMPLED * 3 // 4]
+    entries = torch.cat((drawn, problem.labels_N[: SAMPLED // 4])).unique()
+    lse_weight = 1e-2 / shape.n if "return_lse" in call.keywords else 0.0
+    leaves = problem.hidden_ND, problem.weight_VD
+    return Case(*leaves, bias, labels, target, weight, lse_weight, rows, entries)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The loss, sampled rows of dE and dC, and all of dbias."""
+
+    loss: float
+    e: Tensor
+    c: Tensor
+    bias: Tensor | None
+
+
+@torch.no_grad()
+def solve(case: Case, call: Call, dtype: torch.dtype, operand: torch.dtype | None) -> Solution:
+    """The call in `dtype`, a block of rows at a time. The gradient of the logits is rounded to `operand`, if given."""
+    e, c = case.e.to(dtype), case.c.to(dtype)
+    softcap, smoothing, z_loss = (call.keywords.get(x, 0.0) for x in ("softcap", "label_smoothing", "z_loss"))
+    n_rows, vocab = len(e), len(c)
+    loss = torch.zeros((), dtype=torch.float64, device=e.device)
+    grad_e, grad_c = torch.zeros_like(e), torch.zeros_like(c[case.entries])
+    grad_bias = None if case.bias is None else torch.zeros(vocab, dtype=dtype, device=e.device)
+    sampled = torch.zeros(n_rows, dtype=torch.bool, device=e.device)
+    sampled[case.rows] = True
+    for first in range(0, n_rows, max(1, BLOCK_ELEMENTS // vocab)):
+        block = slice(first, min(n_rows, first + max(1, BLOCK_ELEMENTS // vocab)))
+        z = e[block] @ c.T
+        if case.bias is not None:
+            z += case.bias.to(dtype)
+        if softcap:
+            z = softcap * torch.tanh(z / softcap)
+        lse = z.logsumexp(dim=1)
+        target, weight = case.target[block], case.weight[block].to(dtype)
+        place = target.clamp(min=0)[:, None]
+        row_loss = lse - (1 - smoothing) * z.gather(1, place)[:, 0] - smoothing * z.mean(dim=1) + z_loss * lse.square()
+        loss += (weight.double() * row_loss.double()).sum() + case.lse_weight * lse.double().sum()
+        dz = (z - lse[:, None]).exp_() * (weight * (1 + 2 * z_loss * lse) + case.lse_weight)[:, None]
+        dz -= (weight * smoothing / vocab)[:, None]
+        dz.scatter_add_(1, place, -(1 - smoothing) * weight[:, None])
+        if softcap:
+            dz *= 1 - (z / softcap).square()
+        if operand is not None:
+            # The factor of all rows is not part of the rounding: fp16 has no room for 1 / N.
+            largest = case.weight.max().to(dtype)
+            dz = (dz / largest).to(operand).to(dtype) * largest
+        here = sampled[block]
+        grad_e[block][here] = dz[here] @ c
+        grad_c += dz[:, case.entries].T @ e[block]
+        if grad_bias is not None:
+            grad_bias += dz.sum(dim=0)
+    return Solution(loss.item(), grad_e[case.rows], grad_c, grad_bias)
+
+
+def computed(loss: LossFunction, case: Case, call: Call) -> tuple[Solution, list[Tensor]]:
+    """The call of `loss`; and its whole results, to compare bits."""
+    for leaf in (case.e, case.c, case.bias):
+        if leaf is not None:
+            leaf.grad = None
+    buffer = torch.zeros(case.c.shape, device=case.c.device) if call.main_grad else None
+    found = loss(case.e, case.c, case.labels, bias=case.bias, main_grad_c=buffer, **call.keywords)
+    total = found[0] + case.lse_weight * found[1].sum() if isinstance(found, tuple) else found
+    if total.dim():
+        total = (total.double() * case.weight[: len(total)]).sum()
+    total.backward()
+    grad_c = case.c.grad if buffer is None else buffer
+    assert case.e.grad is not None
+    assert grad_c is not None
+    grad_bias = None if case.bias is None else case.bias.grad
+    whole = [total.detach(), case.e.grad, grad_c] + ([] if grad_bias is None else [grad_bias])
+    return Solution(total.item(), case.e.grad[case.rows], grad_c[case.entries], grad_bias), whole
+
+
+def fp32_logits(case: Case, call: Call, dtype: torch.dtype) -> Solution:
+    """The bar. Its gradients are rounded to those dtypes that the kernels return."""
+    with without_tf32():
+        found = solve(case, call, torch.float32, dtype)
+    grad_c = found.c if call.main_grad else found.c.to(dtype)
+    return Solution(found.loss, found.e.to(dtype), grad_c, None if found.bias is None else found.bias.to(dtype))
+
+
+def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: torch.device, run: str = "") -> Row:
+    """The row of one call. A failure of the kernels is a row, too. A ValueError is a refusal."""
+    call = CALLS[name]
+    row = Row(shape.name, shape.n, shape.d, shape.v, dtype, name, run)
+    case = make_case(shape, call, DTYPES[dtype], device)
+    try:
+        got, bits = computed(loss, case, call)
+        again = computed(loss, case, call)[1]
+    except ValueError as error:
+        row.status, row.reason = "refused", str(error)
+        return row
+    except Exception as error:
+        row.status, row.reason = "failed", as_reason(error)
+        return row
+    row.same_bits = all(torch.equal(a, b) for a, b in zip(bits, again, strict=True))
+    del bits, again
+    truth = solve(case, call, torch.float64, None)
+    bar = fp32_logits(case, call, DTYPES[dtype])
+    row.loss_err = abs(got.loss - truth.loss) / abs(truth.loss)
+    row.de_err, row.dc_err = relative_error(got.e, truth.e), relative_error(got.c, truth.c)
+    row.de_ratio = row.de_err / relative_error(bar.e, truth.e)
+    row.dc_ratio = row.dc_err / relative_error(bar.c, truth.c)
+    if got.bias is not None and truth.bias is not None and bar.bias is not None:
+        row.dbias_err = relative_error(got.bias, truth.bias)
+        row.dbias_ratio = row.dbias_err / relative_error(bar.bias, truth.bias)
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------ the grid
+def calls_of(shapes: Iterable[Shape], options: Iterable[str], dtypes: Iterable[str]) -> list[tuple[Shape, str, str]]:
+    """Every call of the grid, all shapes of one kind of kernel in a row, so that kernels compile once."""
+    return [
+        (shape, option, dtype)
+        for dtype in dtypes
+        for option in options
+        for shape in shapes
+        if dtype != "fp32" or shape.n * shape.d * shape.v <= LARGEST_IN_FP32
+    ]
+
+
+def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
+    """Certify one call after another. A row is written as soon as its call is certified.
+
+    Args:
+        command: the command line, for the record.
+
+    Raises:
+        ConfigError: an unknown shape, option or dtype.
+    """
+    for name, known in (("options", CALLS), ("dtypes", DTYPES)):
+        if wrong := [one for one in getattr(config, name) if one not in known]:
+            raise ConfigError(f"{name}: {', '.join(wrong)} is not known", f"choose from {', '.join(known)}")
+    calls = calls_of(map(parse_shape, config.shapes), config.options, config.dtypes)
+    device, directory = resolve_device(config.device), common.results_directory(config, "certificate")
+    run_id = common.begin_run(directory, command, config)["id"]
+    began = time.monotonic()
+    for number, (shape, option, dtype) in enumerate(calls, start=1):
+        if time.monotonic() - began > config.seconds:
+            left = len(calls) - number + 1
+            say(f"{config.seconds:g} seconds are over: {left} of {len(calls)} calls are not certified")
+            return
+        row = certify(linear_cross_entropy, shape, option, dtype, device, run_id)
+        common.append_rows(directory, [row], FILE)
+        say(f"[{number}/{len(calls)}] {shape.name} {dtype} {option}: {row.reason or f'{row.worst:.3f}'}")
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+COLUMNS: list[Column] = [
+    Column("call", lambda row: f"{row.shape} {row.dtype} {row.option}", "the worst ratio comes first"),
+    Column("worst", lambda row: "-" if row.status != "ok" else f"{row.worst:.3f}", "the largest of the three ratios"),
+    Column("dE", "de_ratio:.3f", "error / that of fp32 logits rounded once to the dtype"),
+    Column("dC", "dc_ratio:.3f", "likewise"),
+    Column("dbias", "dbias_ratio:.3f", "likewise"),
+    Column("loss err", "loss_err:.1e", "relative to fp64"),
+    Column("dE err", "de_err:.1e", f"relative to fp64 (Frobenius norm), on {SAMPLED} rows"),
+    Column("dC err", "dc_err:.1e", "likewise"),
+    Column("same bits", lambda row: {True: "yes", False: "no", None: "-"}[row.same_bits], "in a second call"),
+    Column("remark", lambda row: row.reason or (f"beyond {BOUND}" if row.worst > BOUND else "")),
+]
+
+
+def write_report(directory: Path) -> list[Path]:
+    """Write certificate.md; returns its path."""
+    rows = read_rows(directory)
+    beyond = sum(row.dtype == "bf16" and row.status == "ok" and row.worst > BOUND for row in rows)
+    failed, other_bits = sum(row.status == "failed" for row in rows), sum(row.same_bits is False for row in rows)
+    lines = [
+        f"# Certificate of the loss's errors, {directory.name}", "",
+        f"Each row is one call of `linear_cross_entropy`. {len(rows)} calls. {beyond} in bf16 lie beyond {BOUND}, "
+        f"{failed} failed, and {other_bits} gave other bits in a second call. fp32 is certified up to N x D x V = "
+        f"{LARGEST_IN_FP32:.0e}.", "", *common.meanings(COLUMNS), "", *common.table(COLUMNS, rows), "",
+    ]  # fmt: skip
+    return [common.write_page(directory / "certificate.md", lines, directory, [row.run for row in rows])]
+
+
+def main(config: BenchConfig) -> None:
+    if config.measure:
+        run_benchmark(config, command_line(), say)
+    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "certificate"))))
+
+
+if __name__ == "__main__":
+    cli.run(main, "certificate", __doc__)

@@ -1,0 +1,432 @@
+"""Measure training steps of Hugging Face models, where the loss alone differs: `python benchmarks/models.py`.
+
+One model and one optimizer serve all losses, so that nothing but the loss differs. A step is forward, backward and
+AdamW on a fixed batch of random tokens. Every round runs one step with each loss, in shuffled order; the loss is
+exchanged between steps, outside of the measured time. In each round a loss's time is divided by that of `standard`.
+Memory is the peak of a step of its own. The losses' values and gradients' norms are compared before the first step of
+the optimizer, when all losses have the same weights. Weights are random; nothing is downloaded.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common, timing
+from benchmarks.common import Column, Point
+from benchmarks.problems import DTYPES
+from linrnn.config import cli
+from linrnn.config.compose import add_command
+from linrnn.config.schema import LossConfig, option
+from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.garbage import collect_after, collected_at_known_points
+from linrnn.core.machine import GIB
+from linrnn.core.output import say
+from linrnn.core.plot_style import save
+from linrnn.losses import check_loss
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, filters
+from linrnn.losses.liger import LigerLossConfig
+from linrnn.models import tuning
+from linrnn.runs.environment import command_line
+from linrnn.runs.intervals import interval_of_median
+from linrnn.training.plan import check_memory
+from linrnn.training.runtime import resolve_device
+
+OWN = "standard"  # the model's own loss: transformers' ForCausalLMLoss on logits
+LEARNING_RATE = 1e-5
+_BLOCK_ROWS = 1024  # rows of fp64 logits at a time
+
+
+@dataclass
+class BenchConfig(common.Keys):
+    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+
+    models: list[str] = option(
+        ["llama_1b batch=8 seq=2048", "qwen3_0.6b batch=8 seq=2048", "gemma2_2b batch=2 seq=2048 num_hidden_layers=6"],
+        "'NAME batch=… seq=… [KEY=VALUE …]': a preset of `python -m cce_kernels.doctor --help` or a model type of "
+        "transformers, sequences, tokens of a sequence, and values of the model's configuration",
+    )
+    losses: list[str] = option(
+        ["liger", "cce_kahan"],
+        "with options as in 'cce_kahan workspace_mib=256'. The first is always `standard`, the model's own. liger: "
+        "Liger's apply_liger_kernel_to_… with its other kernels off. cce_kahan | cce_filter: cce_kernels.patch(model)",
+    )
+    dtype: str = option("bf16", "bf16 | fp32: of weights, gradients and AdamW's moments", choices=("bf16", "fp32"))
+    checkpointing: bool = option(True, "gradient checkpointing of every layer")
+    rounds: int = option(10, "timed steps of every loss, in shuffled order; ≥ 2", minimum=2)
+    warmup: int = option(2, "steps of every loss before the timed ones, which compile and tune kernels; ≥ 1", minimum=1)
+    seed: int = option(0, "of weights, data and order; ≥ 0", minimum=0)
+
+
+add_command("bench_models", BenchConfig)
+
+
+@dataclass
+class Row:
+    """Training steps of one model with one loss.
+
+    Times are medians over `rounds`, in ms. Memory is the most that the process had allocated during a step, in GiB
+    (null on a CPU). A ratio is the median of the rounds' ratios, with its bootstrap interval of 95 %.
+    """
+
+    model: str  # as in the configuration, without batch and seq
+    parameters: int
+    batch: int
+    seq: int
+    d: int  # hidden dimensions
+    v: int  # vocabulary entries
+    dtype: str
+    checkpointing: bool
+    loss: str  # as in the configuration
+    run: str  # id in runs.jsonl
+    status: str = "ok"  # ok | unsupported | out_of_memory | failed
+    reason: str = ""
+    rounds: int = 0
+    step_ms: float | None = None
+    step_ms_q25: float | None = None
+    step_ms_q75: float | None = None
+    ratio: float | None = None  # to the step with `standard` in the same round
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    peak_gib: float | None = None
+    loss_nats: float | None = None  # before the first step, with the weights that all losses begin with
+    loss_err: float | None = None  # of loss_nats, relative to fp64 logits of the same hidden states
+    gradient_norm: float | None = None  # of the first step, all parameters
+    rounds_ms: list[float] = field(default_factory=list)  # the step of every round; not in rows before 24 November 2026
+
+    @property
+    def problem(self) -> tuple[str, int, int, str, bool]:
+        return self.model, self.batch, self.seq, self.dtype, self.checkpointing
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.step_ms is None else self.batch * self.seq / self.step_ms * 1e3
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """The last row of every model and loss, in the order of their first rows.
+
+    Raises:
+        DataError: nothing was measured, or the file is damaged.
+    """
+    return common.last_rows(directory, Row, key=lambda row: (row.problem, row.loss))
+
+
+# ------------------------------------------------------------------------------------------------ models and losses
+def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
+    """Name, values of the configuration, sequences and tokens of a sequence of `NAME batch=… seq=… [KEY=VALUE …]`.
+
+    Raises:
+        ConfigError: batch or seq is missing or no positive integer, or a word is no KEY=VALUE.
+    """
+    name, *words = text.split() or [""]
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    sizes = [values.pop(key, "") for key in ("batch", "seq")]
+    if len(values) + 2 != len(words) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(
+            f"models: {text!r} must be NAME batch=… seq=… [KEY=VALUE …]", "as in llama_1b batch=8 seq=2048"
+        )
+    return name, values, int(sizes[0]), int(sizes[1])
+
+
+def build_published(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torch.device) -> Any:
+    """A model of transformers with random weights: a preset of `cce_kernels.doctor` or a model type.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration has no such key.
+    """
+    from cce_kernels.doctor.presets import build
+
+    try:
+        return build(name, overrides, dtype, device)
+    except ValueError as error:
+        raise ConfigError(f"models: {error}", "see python -m cce_kernels.doctor --help") from error
+
+
+@contextmanager
+def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[None]:
+    """Let `model(…, labels=labels)` compute its loss with `loss`, as long as the context lasts.
+
+    Raises:
+        ConfigError: an option has no counterpart in a Hugging Face model.
+        UnsupportedError: the loss cannot run here, or has no form for Hugging Face models.
+    """
+    if loss.name == "standard":
+        yield
+        return
+    check_loss(loss, device)
+    if isinstance(loss, CceKahanLossConfig):
+        import cce_kernels
+
+        cce_kernels.patch(model, **_options(loss))
+        try:
+            yield
+        finally:
+            cce_kernels.unpatch(model)
+    elif isinstance(loss, LigerLossConfig):
+        from cce_kernels.doctor.presets import apply_liger
+
+        if loss.accumulate != "native":
+            raise ConfigError("liger accumulate=fp32: Liger's models cannot choose it", "write liger")
+        apply_liger(model)
+        try:
+            yield
+        finally:
+            del model.forward
+    else:
+        raise UnsupportedError(
+            f"{loss.name} has no form for Hugging Face models", "choose liger, cce_kahan, cce_filter"
+        )
+
+
+def _options(loss: CceKahanLossConfig) -> dict[str, Any]:
+    """The options of `cce_kernels.patch`."""
+    options: dict[str, Any] = {"accumulate": loss.accumulate, "workspace_mib": loss.workspace_mib}
+    if isinstance(loss, CceFilterLossConfig) and filters(loss):
+        options |= {
+            "filter_eps": loss.filter_eps, "filter_unbiased": loss.filter_unbiased, "filter_mass": loss.filter_mass,
+            "filter_c": loss.filter_c, "filter_if_faster": loss.filter_if_faster,
+        }  # fmt: skip
+    return options
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+    """Measure every loss in every model. A model's rows are written as soon as it is done.
+
+    Args:
+        command: the command line, for the record.
+
+    Raises:
+        ConfigError: a model, loss or option is not known.
+        UnsupportedError: on a CPU, a step needs more memory than this machine has free.
+    """
+    directory, device = common.results_directory(config, "bench_models"), resolve_device(config.device)
+    losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
+    models = [parse_model(text) for text in config.models]
+    if device.type == "cpu":
+        for name, overrides, batch, seq in models:
+            _check_fits(config, name, overrides, batch * seq)
+    run_id = common.begin_run(directory, command, config)["id"]
+    measured: list[Row] = []
+    for number, (name, overrides, batch, seq) in enumerate(models, start=1):
+        begin = time.perf_counter()
+        with tuning.show_progress(), tuning.during(f"{name} ({number} of {len(models)})"):
+            rows = Bench(config, name, overrides, batch, seq, device).measure(losses, run_id)
+        common.append_rows(directory, rows)
+        measured += rows
+        common.free(device)
+        say(f"{rows[0].model}, {batch} x {seq} tokens: {time.perf_counter() - begin:.0f} s")
+        for row in rows:
+            say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
+    return measured
+
+
+def _check_fits(config: BenchConfig, name: str, overrides: dict[str, str], n_tokens: int) -> None:
+    """Reject a step that cannot fit on a CPU, where the system would kill the process without a message.
+
+    It holds at least weights, gradients and two moments, and the logits of `standard` in the model's dtype and in fp32.
+    """
+    dtype = DTYPES[config.dtype]
+    model = build_published(name, overrides, dtype, torch.device("meta"))
+    vocab = model.get_output_embeddings().weight.shape[0]
+    state, logits = 4 * dtype.itemsize * sum(p.numel() for p in model.parameters()), dtype.itemsize + 4
+    needed = state + logits * n_tokens * vocab
+    what = f"a step of {name} with {n_tokens:,} tokens needs {needed / GIB:.1f} GiB or more"
+    check_memory(needed, what, "a smaller model or batch, as in models=['llama_1b batch=1 seq=64 num_hidden_layers=1']")
+
+
+class Bench:
+    """One model, its optimizer and its batch."""
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        name: str,
+        overrides: dict[str, str],
+        batch: int,
+        seq: int,
+        device: torch.device,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.device = config, device
+        self.name = " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
+        self.model: Any = build_published(name, overrides, DTYPES[config.dtype], device)
+        if config.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.ids = torch.randint(self.model.config.get_text_config().vocab_size, (batch, seq), device=device)
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=fused)
+
+    def measure(self, losses: dict[str, LossConfig], run_id: str) -> list[Row]:
+        """A row for each loss: values with the same weights first, then warm-up and memory, then the rounds."""
+        rows = {text: self._row(text, run_id) for text in losses}
+        self._attempt(rows, losses, self._compare)
+        self._attempt(rows, losses, self._warm_up)
+        running = [text for text, row in rows.items() if row.status == "ok"]
+        shuffle = random.Random(self.config.seed).shuffle
+        with collected_at_known_points():
+            for _ in range(self.config.rounds):
+                order = list(running)
+                shuffle(order)
+                for text in order:
+                    self._attempt({text: rows[text]}, losses, self._turn)
+                    collect_after(1)
+        ran = {text: row for text, row in rows.items() if row.status == "ok"}
+        for row in ran.values():
+            _record_times(row, ran.get(OWN), self.config.seed)
+        return list(rows.values())
+
+    def _turn(self, row: Row) -> None:
+        """A loss's part of a round: one step."""
+        row.rounds_ms.append(timing.time_ms(self.step, self.device))
+
+    def step(self) -> None:
+        """Forward, backward and optimizer."""
+        self._loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _loss(self) -> torch.Tensor:
+        return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+
+    def _row(self, text: str, run_id: str) -> Row:
+        (batch, seq), config = self.ids.shape, self.config
+        vocab, width = self.model.get_output_embeddings().weight.shape
+        return Row(
+            self.name, sum(p.numel() for p in self.model.parameters()), batch, seq, width, vocab, config.dtype,
+            config.checkpointing, text, run_id,
+        )  # fmt: skip
+
+    def _attempt(self, rows: dict[str, Row], losses: dict[str, LossConfig], action: Callable[[Row], None]) -> None:
+        """Run an action with each loss that still runs. A loss's failure is a result; a wrong option is not."""
+        for text, row in rows.items():
+            if row.status != "ok":
+                continue
+            try:
+                with model_loss(self.model, losses[text], self.device):
+                    action(row)
+            except ConfigError:
+                raise
+            except Exception as error:
+                row.status, row.reason = common.status_and_reason(error)
+            self.optimizer.zero_grad()
+
+    def _compare(self, row: Row) -> None:
+        """The loss and the norm of its gradient, before the first step of the optimizer."""
+        loss = self._loss()
+        loss.backward()
+        norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
+        row.loss_nats, row.gradient_norm = loss.item(), torch.stack(norms).norm().item()
+        row.loss_err = abs(row.loss_nats / self.true_nats - 1)
+
+    def _warm_up(self, row: Row) -> None:
+        for _ in range(self.config.warmup):
+            self.step()
+        if self.device.type == "cuda":
+            before = torch.cuda.memory_allocated(self.device)
+            beyond = timing.peak_bytes(self.step, self.device)
+            assert beyond is not None
+            row.peak_gib = (before + beyond) / GIB
+
+    @property
+    def true_nats(self) -> float:
+        """The loss by fp64 logits of the model's own hidden states, computed once."""
+        if not hasattr(self, "_true_nats"):
+            self._true_nats = self._fp64_loss()
+        return self._true_nats
+
+    @torch.no_grad()
+    def _fp64_loss(self) -> float:
+        hidden = self.model.base_model(input_ids=self.ids, use_cache=False)[0][:, :-1].flatten(0, 1)
+        labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight.double()
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)
+        total = 0.0
+        for e, target in zip(hidden.split(_BLOCK_ROWS), labels.split(_BLOCK_ROWS), strict=True):
+            logits = e.double() @ weight.T
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            total += F.cross_entropy(logits, target, reduction="sum").item()
+        return total / len(labels)
+
+
+def _record_times(row: Row, own: Row | None, seed: int) -> None:
+    ms, row.rounds = np.array(row.rounds_ms), len(row.rounds_ms)
+    row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
+    if own is not None:
+        ratios = ms / np.array(own.rounds_ms)
+        row.ratio = float(np.median(ratios))
+        row.ratio_low, row.ratio_high = interval_of_median(ratios, seed)
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+COLUMNS: list[Column] = [
+    Column(
+        "loss", lambda row: f"`{row.loss}`", f"`{OWN}` is transformers' own; liger and cce_… are put into the model"
+    ),
+    Column("n", lambda row: row.rounds, "rounds; times and ratios are medians over them"),
+    Column("step, ms", "step_ms:.1f", "forward, backward and AdamW"),
+    Column("/ standard", "ratio:.3f", f"time divided by that of `{OWN}` in the same round"),
+    Column("95 %", lambda row: common.interval(row.ratio_low, row.ratio_high), "bootstrap interval of that ratio"),
+    Column("tokens/s", "tokens_per_second:,.0f"),
+    Column("peak, GiB", "peak_gib:.1f", "the most that the process had allocated in a step"),
+    Column("loss, nats", "loss_nats:.5f", "before the first step: all losses have equal weights"),
+    Column("loss err", "loss_err:.1e", "relative to fp64 logits of the same hidden states"),
+    Column("gradient's norm", "gradient_norm:.4g", "before the first step, too"),
+]
+
+
+def write_report(directory: Path) -> list[Path]:
+    """Write models.md, and models.png where there are ratios; returns their paths.
+
+    Raises:
+        DataError: nothing was measured, or a file is damaged.
+    """
+    rows, groups = read_rows(directory), {}
+    lines = [
+        "Weights and tokens are random. A round runs one step with each loss, in shuffled order.", "",
+        *common.meanings(COLUMNS), "",
+    ]  # fmt: skip
+    for own in common.grouped(rows, key=lambda row: row.problem):
+        first, title = own[0], f"{own[0].model}, {own[0].batch} x {own[0].seq} tokens"
+        checkpointed = "with" if first.checkpointing else "without"
+        lines += [
+            f"## {title}", "",
+            f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary entries, "
+            f"{first.dtype}, {checkpointed} gradient checkpointing.", "",
+            *common.table(COLUMNS, [row for row in own if row.status == "ok"]), "", *common.not_measured(own), "",
+        ]  # fmt: skip
+        groups[title] = [
+            Point(
+                row.loss, row.ratio, row.ratio_low, row.ratio_high,
+                common.time_and_memory(row.step_ms, row.peak_gib),
+            )
+            for row in own
+            if row.ratio is not None and row.loss != OWN
+        ]  # fmt: skip
+    head, paths = [f"# Training steps of Hugging Face models: {directory.name}", ""], []
+    if groups := {title: points for title, points in groups.items() if points}:
+        axis = f"step, time / {OWN}'s in the same round (better: left); bars: 95 % intervals"
+        paths = [save(common.forest(groups, "Training steps of Hugging Face models", axis), directory / "models.png")]
+        head += ["![Time of a step relative to the model's own loss](models.png)", ""]
+    return [common.write_page(directory / "models.md", [*head, *lines], directory, [row.run for row in rows]), *paths]
+
+
+def main(config: BenchConfig) -> None:
+    if config.measure:
+        run_benchmark(config, command_line(), say)
+    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_models"))))
+
+
+if __name__ == "__main__":
+    cli.run(main, "bench_models", __doc__)

@@ -1,0 +1,308 @@
+"""Problems for the loss layer: tensors drawn or of a trained model, their fp64 truth, and a bar for errors."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linrnn.core.errors import ConfigError
+from linrnn.inference.load import Reading, open_reading
+from linrnn.losses.base import IGNORE_INDEX
+from linrnn.training.runtime import loss_inputs, without_tf32
+
+HALF_IGNORED, TRAINED = "half_ignored", "trained"
+KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where a checkpoint is named
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_BLOCK_ROWS = 1024  # rows of logits at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, D hidden dimensions, V vocabulary entries."""
+
+    name: str
+    n: int
+    d: int
+    v: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gemma2_2b", 8192, 2304, 256000),  # the table of the CCE paper (Wijmans et al., 2024)
+        Shape("llama_1b3", 16384, 2048, 128256),
+        Shape("mve", 16384, 256, 32000),
+        Shape("lm_350m", 32768, 1024, 32000),
+    )
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of SHAPES, or `NxDxV`.
+
+    Raises:
+        ConfigError: the text is neither. The message offers the nearest names.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text):
+        n, d, v = map(int, match.groups())
+        return Shape(text, n, d, v)
+    near = difflib.get_close_matches(text, SHAPES, n=3, cutoff=0)
+    raise ConfigError(f"shapes: {text} is not a known shape", f"nearest: {', '.join(near)}; or give NxDxV")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The three tensors of a loss. Hidden states and weight are leaves that require gradients.
+
+    The leaves have the dtype of the wanted gradients. Their values are rounded to `compute_dtype`, the products' dtype.
+    """
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    labels_N: Tensor
+    compute_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.labels_N.device
+
+    @cached_property
+    def n_counted(self) -> int:
+        """The number of labels that are not ignored."""
+        return int((self.labels_N != IGNORE_INDEX).sum())
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden_ND.nbytes + self.weight_VD.nbytes
+
+    def clear_gradients(self) -> None:
+        self.hidden_ND.grad = self.weight_VD.grad = None
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """(dE, dC) of the last backward pass."""
+        assert self.hidden_ND.grad is not None
+        assert self.weight_VD.grad is not None
+        return self.hidden_ND.grad, self.weight_VD.grad
+
+
+def make_problem(
+    shape: Shape,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    gradient_dtype: torch.dtype | None = None,
+    batch: int = 0,
+) -> Problem:
+    """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
+
+    `flat` is an untrained model: hidden ~ N(0, 1), weight ~ N(0, 0.02²). `peaked` imitates a trained one. Rows of its
+    weight have a norm of about 1 and carry half of log p_v along a common direction. A hidden state is the sum of twice
+    that direction, 7.5 times its label's row and 6 times each of four random rows. At the named shapes the loss is then
+    2.4 to 3.5 nats. Of a row, 100 to 220 entries exceed 2^-12, as in small trained models. `half_ignored` is `peaked`
+    with about half of its labels ignored, as in fine-tuning on answers alone.
+
+    Values are rounded to `dtype`. The leaves have `gradient_dtype` (default: `dtype`). Batches share the weight.
+    """
+    random = torch.Generator(device).manual_seed(seed)
+    order = torch.randperm(shape.v, generator=random, device=device)
+    p_V = (1 / torch.arange(1, shape.v + 1, device=device))[order]
+    # The CPU adds in a fixed order and a GPU does not. A problem that is drawn again must have the same labels.
+    below_V = p_V.double().cpu().cumsum(0).to(device)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device=device)
+
+    def tokens() -> tuple[Tensor, Tensor]:
+        places = below_V[-1] * torch.rand(shape.n, generator=random, device=device, dtype=torch.float64)
+        return torch.searchsorted(below_V, places, right=True), normal(shape.n, shape.d)
+
+    labels, hidden = tokens()
+    weight = normal(shape.v, shape.d)
+    common_D = None if kind == "flat" else F.normalize(normal(shape.d), dim=0)
+    if batch:
+        random.manual_seed(seed + (batch << 32))
+        labels, hidden = tokens()
+    if common_D is None:
+        weight *= 0.02
+    else:
+        weight /= shape.d**0.5
+        rows = F.normalize(weight - torch.outer(weight @ common_D, common_D), dim=1)
+        weight += torch.outer(0.5 * (p_V.log() - p_V.log().mean()), common_D)
+        hidden += 2 * common_D + 7.5 * rows[labels]
+        for _ in range(4):
+            hidden += 6 * rows[torch.randint(shape.v, (shape.n,), generator=random, device=device)]
+    if kind == HALF_IGNORED:
+        labels = labels.masked_fill(torch.rand(shape.n, generator=random, device=device) < 0.5, IGNORE_INDEX)
+    leaves = [tensor.to(dtype).to(gradient_dtype or dtype).requires_grad_() for tensor in (hidden, weight)]
+    return Problem(leaves[0], leaves[1], labels, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- truth
+@dataclass(frozen=True)
+class Solution:
+    """Mean loss in nats and its two gradients."""
+
+    loss: float
+    hidden_ND: Tensor
+    weight_VD: Tensor
+
+
+def truth_of(problem: Problem) -> Solution:
+    """The solution in fp64, from the problem's rounded tensors."""
+    return _solve(problem, torch.float64, torch.float64)
+
+
+def bytes_of_truth(shape: Shape) -> int:
+    """The most bytes that :func:`truth_of` holds beside its problem: weight, both gradients, three blocks of logits."""
+    return 8 * (2 * shape.v * shape.d + shape.n * shape.d + 3 * min(_BLOCK_ROWS, shape.n) * shape.v)
+
+
+def fp32_logits_of(problem: Problem) -> Solution:
+    """The bar for exactness: true fp32 logits, and (softmax - onehot) rounded to the compute dtype for two products.
+
+    Products are IEEE fp32 (no TF32). Gradients are rounded once, to the leaves' dtype.
+    """
+    with without_tf32():
+        solved = _solve(problem, torch.float32, problem.compute_dtype)
+    dtype = problem.hidden_ND.dtype
+    return Solution(solved.loss, solved.hidden_ND.to(dtype), solved.weight_VD.to(dtype))
+
+
+@torch.no_grad()
+def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Solution:
+    """The solution in `dtype`, a block of rows at a time. Only (softmax - onehot) is rounded to `operand`."""
+    weight = problem.weight_VD.to(dtype)
+    grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
+    n = problem.n_counted
+    if not n:
+        raise ConfigError("every label of this shape is ignored", "use more tokens, another seed, or other logits=…")
+    blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
+    for leaf, labels in blocks:
+        hidden = leaf.to(dtype)
+        ignored = labels == IGNORE_INDEX
+        labels = labels.masked_fill(ignored, 0)
+        log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
+        own = log_p.gather(1, labels[:, None])[:, 0].masked_fill(ignored, 0)
+        loss -= own.double().sum().item() / n
+        grad_logits = log_p.exp_()
+        grad_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
+        grad_logits = grad_logits.masked_fill_(ignored[:, None], 0).to(operand).to(dtype)
+        grad_hidden.append(grad_logits @ weight)
+        grad_weight.addmm_(grad_logits.T, hidden)
+    return Solution(loss, torch.cat(grad_hidden).div_(n), grad_weight.div_(n))
+
+
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Relative Frobenius error, a block of rows at a time."""
+    squared = sum(
+        (g.double() - t).square().sum()
+        for g, t in zip(got.split(_BLOCK_ROWS * 16), true.split(_BLOCK_ROWS * 16), strict=True)
+    )
+    return float((squared / true.square().sum()) ** 0.5)
+
+
+# --------------------------------------------------------------------------------------------------- trained models
+@dataclass(frozen=True, eq=False)
+class TrainedTensors:
+    """The inputs that a model gave to its loss, on the CPU: `batches` problems of `shape.n` labels each.
+
+    Attributes:
+        origin: run, step, sizes and precision, for a reader.
+        hidden_ND: (batches N, D), in the model's compute dtype.
+        weight_VD: (V, D), in the same dtype.
+        labels_N: (batches N,).
+    """
+
+    shape: Shape
+    origin: str
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    labels_N: Tensor
+
+    def problem(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        gradient_dtype: torch.dtype | None = None,
+        batch: int = 0,
+    ) -> Problem:
+        """One batch as a problem, the vocabulary in an order that `seed` draws.
+
+        Tokenizers number frequent tokens first, and a filter by tiles would profit from this. Labels and head are
+        permuted together, so the loss stays the same. Dtypes are those of `make_problem`.
+        """
+        weight_VD, places_V = _permuted(self, seed, device)
+        rows = slice(batch * self.shape.n, (batch + 1) * self.shape.n)
+        leaves = [
+            x.to(device, dtype).to(gradient_dtype or dtype, copy=True).requires_grad_()
+            for x in (self.hidden_ND[rows], weight_VD)
+        ]
+        return Problem(leaves[0], leaves[1], places_V[self.labels_N[rows]].to(device), dtype)
+
+
+@lru_cache(maxsize=1)
+def _permuted(trained: TrainedTensors, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in that order (V,) on the CPU.
+
+    All batches share both."""
+    order = torch.randperm(trained.shape.v, generator=torch.Generator().manual_seed(seed))
+    return trained.weight_VD[order].to(device), order.argsort()
+
+
+@torch.no_grad()
+def read_trained(checkpoint: str, data: list[str], device: str, n_rows: int, batches: int) -> TrainedTensors:
+    """Run a checkpoint's model over the first `batches` x `n_rows` labels of the validation split.
+
+    Args:
+        data: overrides of the run's data.
+
+    Raises:
+        ConfigError: there is no checkpoint, its tokens are not the data's, or the split has fewer labels.
+        UnsupportedError: the model cannot run here.
+        DataError: the checkpoint or the data is damaged.
+    """
+    reading = open_reading("checkpoint", checkpoint, data, device)
+    _check_labels(reading, n_rows, batches, reading.data.valid.n_tokens - 1)
+    wanted = batches * n_rows
+    hidden, labels, weight_VD = [], [], None
+    for batch in reading.batches(None):
+        hidden_ND, weight_VD, labels_N = loss_inputs(reading.model, batch, reading.precision, reading.device)
+        counts_N = labels_N != IGNORE_INDEX  # a document's first token may have no label
+        hidden.append(hidden_ND[counts_N].cpu())
+        labels.append(labels_N[counts_N].cpu())
+        if sum(map(len, labels)) >= wanted:
+            break
+    _check_labels(reading, n_rows, batches, sum(map(len, labels)))
+    assert weight_VD is not None
+    weight_VD = weight_VD.cpu().clone()
+    directory, config = reading.directory.resolve(), reading.config
+    run = directory.parent.parent if directory.parent.name == "checkpoints" else directory
+    origin = (
+        f"{config.model.label} {config.size.name} after {reading.step:,} steps (run {run.parent.name}/{run.name}, "
+        f"{reading.precision}), on the validation split of data={config.data.name}"
+    )
+    name = f"{run.parent.name}-{run.name}-step_{reading.step}-{n_rows}"
+    shape = Shape(name, n_rows, weight_VD.shape[1], weight_VD.shape[0])
+    return TrainedTensors(shape, origin, torch.cat(hidden)[:wanted], weight_VD, torch.cat(labels)[:wanted])
+
+
+def _check_labels(reading: Reading, n_rows: int, batches: int, there: int) -> None:
+    """Check that the validation split has enough labels.
+
+    Raises:
+        ConfigError: it has `there` labels, which are fewer than `batches` x `n_rows`.
+    """
+    if batches * n_rows > there:
+        raise ConfigError(
+            f"{batches} x {n_rows:,} labels (batches, tokens) are more than the {there:,} of the validation split of "
+            f"{reading.data.description}",
+            "lower tokens or batches, or name longer text: data=text data.valid_path=…",
+        )

@@ -1,1 +1,0 @@
-"""The loss layer alone: time, memory and error of every backend."""

@@ -1,1 +1,0 @@
-"""Training steps of our models where the loss alone differs, interleaved in one process."""

@@ -1,0 +1,95 @@
+"""benchmarks/first_step.py: a real run of train.py up to its first step, its page, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import first_step
+from benchmarks.common import append_rows
+from benchmarks.first_step import CACHES, BenchConfig, Row, read_rows, run_benchmark, write_report
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, DataError, LinrnnError
+
+STAGES = {"libraries": 8.0, "model": 14.0, "kernels": 20.0, "weights": 22.0, "first_step": 24.0}
+ROW = Row("model=gla size=1b3", "gla", "1b3", "cce_kahan", "a", 1, 24.5, STAGES, 18, 1, 0)
+
+
+def config_of(folder: Path, line: str, *overrides: str) -> BenchConfig:
+    own = [f"lines=['{line}']", "repeats=1", "device=cpu", f"output_dir={folder}"]
+    return load_config([*own, *overrides], "bench_first_step")
+
+
+def small(folder: Path) -> str:
+    return (
+        "model=gla size=smoke loss=standard trainer.batch_size=2 trainer.seq_len=16 trainer.valid_tokens=512 "
+        f"data=markov data.n_tokens=4096 data.n_valid_tokens=1024 data.cache_dir={folder}"
+    )
+
+
+def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    run_benchmark(config_of(tmp_path, small(tmp_path / "data")), "python benchmarks/first_step.py", said.append)
+    [row] = read_rows(tmp_path)
+    assert (row.model, row.size, row.loss, row.number) == ("gla", "smoke", "standard", 1)
+    assert list(row.seconds_to) == ["libraries", "model", "weights", "first_step"], "a CPU has no kernels to compile"
+    assert list(row.seconds_to.values()) == sorted(row.seconds_to.values())
+    assert 0 < row.seconds - row.seconds_to["first_step"] < 5, "Python's own start"
+    assert (row.stored, row.near, row.tuned) == (None, None, None)
+    assert said == [f"1 of 1, gla smoke: first step after {row.seconds:.1f} s"]
+    page, _ = write_report(tmp_path, 30)
+    assert "| GLA smoke, standard, valid_tokens=512 | 1 | 1 |" in page.read_text()
+    assert "**undecided**" in page.read_text()
+    [run] = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert f"1. `{run['command']}`: commit" in page.read_text()
+
+
+def test_a_run_finds_no_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has compiled before."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, sys\n"
+        f"print([(name, os.environ[name], os.listdir(os.path.dirname(os.environ[name]))) for name in {CACHES!r}])\n"
+        "sys.exit(3)\n"
+    )
+    monkeypatch.setattr(first_step, "TRAIN", program)
+    for name in CACHES:
+        monkeypatch.setenv(name, str(tmp_path / "filled"))
+    said: list[str] = []
+    with pytest.raises(LinrnnError, match="ended with exit code 3 before the end of its first step") as failure:
+        run_benchmark(config_of(tmp_path, small(tmp_path / "data")), "", said.append)
+    assert failure.value.exit_code == 3, "the kind of failure is that of the run"
+    assert str(tmp_path / "filled") not in said[-1]
+    assert said[-1].count("[])") == len(CACHES), "folders of this run alone, and empty"
+    with pytest.raises(DataError, match="no rows"):
+        read_rows(tmp_path)
+
+
+def test_a_line_that_train_refuses_is_refused_before_any_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="modle"):
+        run_benchmark(config_of(tmp_path, "modle=gla"), "", print)
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_stages_count_from_the_command(tmp_path: Path) -> None:
+    assert [ROW.at(stage) for stage in STAGES] == [8.5, 14.5, 20.5, 22.5, 24.5]
+    assert ROW.at("validation") is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [
+        ([24.0, 25.0, 26.0, 25.0, 24.0], "**met**"),
+        ([34.0, 35.0, 36.0, 35.0, 34.0], "**missed**"),
+        ([28.0, 29.0, 31.0, 30.0, 31.0], "**undecided**"),
+        ([24.0, 25.0, 26.0, 25.0], "**undecided**"),
+        ([24.0], "**undecided**"),
+    ],
+)
+def test_the_interval_decides(tmp_path: Path, seconds: list[float], verdict: str) -> None:
+    append_rows(tmp_path, [replace(ROW, number=n, seconds=value) for n, value in enumerate(seconds, start=1)])
+    page, _ = write_report(tmp_path, 30)
+    line = next(line for line in page.read_text().splitlines() if line.startswith("| GLA 1b3"))
+    assert f"| {verdict} |" in line
+    assert "18 stored, 1 near" in line

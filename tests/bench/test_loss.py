@@ -1,0 +1,678 @@
+"""benchmarks/loss.py: the truth of its problems, the arithmetic of ratios, its files, and whole runs at tiny shapes."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fitting import fitted
+
+from benchmarks import common, loss, loss_rounds, timing
+from benchmarks.common import parse_loss, read_runs
+from benchmarks.loss import SETS, report_set, run_benchmark
+from benchmarks.loss_page import MANY_SHAPES, table_of, write_report
+from benchmarks.loss_pictures import filter_eps
+from benchmarks.loss_rounds import Entry, record_times
+from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, winners
+from benchmarks.problems import (
+    SHAPES,
+    Shape,
+    TrainedTensors,
+    fp32_logits_of,
+    make_problem,
+    parse_shape,
+    read_trained,
+    relative_error,
+    truth_of,
+)
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.data import BatchesOnce
+from linrnn.losses import build_loss
+from linrnn.runs.intervals import crossovers, interval_of_median
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 200, 16, 300)
+
+
+@pytest.fixture
+def eager_baseline(monkeypatch):
+    """Eager torch instead of torch.compile, which takes ten seconds."""
+    for module in (loss, loss_rounds):
+        monkeypatch.setattr(module, "BASELINE", "standard")
+
+
+def configure(*overrides, tmp_path):
+    base = ["shapes=[60x16x90]", "rounds=3", "warmup=1", "device=cpu", f"results_dir={tmp_path}"]
+    return load_config([*base, *overrides], "bench_loss")
+
+
+def make_row(backend="cce_kahan", workspace_mib=None, **values):
+    fixed = {"shape": "s", "n": 8, "d": 4, "v": 16, "dtype": "bf16", "gradients": "bf16", "logits": "flat"}
+    return Row(**(fixed | {"backend": backend, "workspace_mib": workspace_mib, "status": "ok"} | values))
+
+
+# --------------------------------------------------------------------------------------------------- problems
+
+
+def test_shapes_are_names_or_dimensions_and_a_typo_offers_names():
+    assert parse_shape("mve") is SHAPES["mve"]
+    assert parse_shape("12x34x56") == Shape("12x34x56", 12, 34, 56)
+    for wrong in ("mvee", "12x34", "0x3x4"):
+        with pytest.raises(ConfigError, match=wrong) as refusal:
+            parse_shape(wrong)
+        assert "NxDxV" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked", "half_ignored"])
+def test_problems_repeat_with_the_seed_and_only_with_it(kind):
+    first, same, other = (make_problem(TINY, kind, torch.bfloat16, CPU, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.hidden_ND, same.hidden_ND)
+    assert torch.equal(first.labels_N, same.labels_N)
+    assert not torch.equal(first.weight_VD, other.weight_VD)
+    assert first.hidden_ND.dtype == torch.bfloat16
+    assert first.hidden_ND.is_leaf
+    assert first.hidden_ND.requires_grad
+
+
+def test_peaked_logits_concentrate_and_flat_ones_do_not():
+    shape = Shape("wide", 64, 128, 8192)
+    mass = {}
+    for kind in ("flat", "peaked"):
+        problem = make_problem(shape, kind, torch.float32, CPU, 0)
+        probabilities = (problem.hidden_ND @ problem.weight_VD.T).softmax(dim=-1)
+        mass[kind] = probabilities.topk(64).values.sum(dim=-1).mean().item()
+    assert mass["flat"] < 0.1
+    assert mass["peaked"] > 0.7
+
+
+def test_half_of_the_labels_are_ignored_and_all_else_is_as_peaked():
+    shape = Shape("long", 4000, 4, 100)
+    whole, half = (make_problem(shape, kind, torch.float32, CPU, 0) for kind in ("peaked", "half_ignored"))
+    assert torch.equal(whole.hidden_ND, half.hidden_ND)
+    assert torch.equal(whole.weight_VD, half.weight_VD)
+    ignored = half.labels_N == -100
+    assert ignored.float().mean() == pytest.approx(0.5, abs=0.03)
+    assert torch.equal(half.labels_N[~ignored], whole.labels_N[~ignored])
+
+
+@pytest.mark.parametrize("kind", ["peaked", "half_ignored"])
+def test_the_truth_is_what_fp64_autograd_gives(kind, monkeypatch):
+    monkeypatch.setattr("benchmarks.problems._BLOCK_ROWS", 64)
+    problem = make_problem(TINY, kind, torch.bfloat16, CPU, 0)
+    truth = truth_of(problem)
+    h, w = (
+        problem.hidden_ND.detach().double().requires_grad_(),
+        problem.weight_VD.detach().double().requires_grad_(),
+    )
+    loss = F.cross_entropy(h @ w.T, problem.labels_N)
+    loss.backward()
+    assert truth.loss == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(truth.hidden_ND, h.grad)
+    torch.testing.assert_close(truth.weight_VD, w.grad)
+
+
+def test_the_bar_is_exact_but_for_the_rounding_of_softmax_minus_onehot_and_of_the_gradients():
+    exact = make_problem(TINY, "peaked", torch.float32, CPU, 0)
+    truth, bar = truth_of(exact), fp32_logits_of(exact)
+    assert relative_error(bar.weight_VD, truth.weight_VD) < 1e-6
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0, dtype)
+        truth, bar = truth_of(problem), fp32_logits_of(problem)
+        assert bar.hidden_ND.dtype == dtype
+        assert bar.loss == pytest.approx(truth.loss, rel=1e-6)
+        errors[dtype] = relative_error(bar.hidden_ND, truth.hidden_ND)
+    assert 3e-4 < errors[torch.float32] < errors[torch.bfloat16] < 4e-3  # bf16 rounds by 2^-9 at most
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_large_problem_drawn_again_is_the_same():
+    """A GPU's prefix sums differ from call to call, and so would labels drawn with them."""
+    gpu, shape = torch.device("cuda"), SHAPES["gemma2_2b"]
+    once, *more = (make_problem(shape, "peaked", torch.bfloat16, gpu, 0) for _ in range(4))
+    for again in more:
+        assert torch.equal(once.labels_N, again.labels_N)
+        assert torch.equal(once.hidden_ND, again.hidden_ND)
+
+
+def test_batches_share_the_weight_and_have_their_own_tokens():
+    first, again, second = (make_problem(TINY, "peaked", torch.float32, CPU, 3, batch=b) for b in (0, 0, 1))
+    assert torch.equal(first.hidden_ND, again.hidden_ND)
+    assert torch.equal(first.weight_VD, second.weight_VD)
+    assert not torch.equal(first.labels_N, second.labels_N)
+    losses = [truth_of(problem).loss for problem in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.3)
+
+
+def tensors(n: int = 6, d: int = 5, v: int = 40) -> TrainedTensors:
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2 * n, d, generator=random), torch.randn(v, d, generator=random)
+    return TrainedTensors(Shape("s", n, d, v), "a model", hidden, weight, torch.randint(v, (2 * n,), generator=random))
+
+
+def test_the_vocabulary_is_permuted_and_the_loss_stays():
+    trained = tensors()
+    problem, other = (trained.problem(torch.float32, CPU, seed) for seed in (1, 2))
+    rows = slice(0, 6)
+    exact = F.cross_entropy(trained.hidden_ND[rows] @ trained.weight_VD.T, trained.labels_N[rows])
+    for found in (problem, other):
+        torch.testing.assert_close(F.cross_entropy(found.hidden_ND @ found.weight_VD.T, found.labels_N), exact)
+        torch.testing.assert_close(found.weight_VD[found.labels_N], trained.weight_VD[trained.labels_N[rows]])
+        assert not torch.equal(found.weight_VD, trained.weight_VD)
+    assert not torch.equal(problem.weight_VD, other.weight_VD)
+    assert torch.equal(problem.weight_VD, trained.problem(torch.float32, CPU, 1).weight_VD)
+
+
+def test_leaves_hold_rounded_values_and_share_no_memory_with_the_model():
+    trained = tensors()
+    problem = trained.problem(torch.bfloat16, CPU, 0, torch.float32)
+    assert problem.hidden_ND.is_leaf
+    assert problem.hidden_ND.requires_grad
+    assert torch.equal(problem.hidden_ND, trained.hidden_ND[:6].bfloat16().float())
+    same = trained.problem(torch.float32, CPU, 0)
+    assert same.hidden_ND.data_ptr() != trained.hidden_ND.data_ptr()
+
+
+def test_every_batch_has_its_rows_where_some_labels_are_ignored(small):
+    """With data.reset_at_document a document's first token has no label. More text is read instead."""
+    trainer = fitted(small("data.reset_at_document=true", "trainer.max_steps=1"))
+    valid, path = trainer.data.valid, str(trainer.directory.path)
+    n_labels = sum(batch.n_tokens for batch in BatchesOnce(valid, 80, 2, reset_at_document=True))
+    assert 1900 < n_labels < valid.n_tokens - 1
+
+    def trained(tokens: int) -> TrainedTensors:
+        return read_trained(path, [], "cpu", tokens, batches=2)
+
+    half = n_labels // 2
+    found = trained(half)
+    assert len(found.labels_N) == len(found.hidden_ND) == 2 * half
+    assert (found.labels_N >= 0).all()
+    with pytest.raises(ConfigError, match=rf"2 x {half + 1:,} labels .* more than the {n_labels:,} of the validation"):
+        trained(half + 1)
+
+
+# ------------------------------------------------------------------------------------------------- arithmetic
+
+
+def entry(backend, *forward_backward_ms):
+    standard = build_loss(parse_loss("standard"), device=CPU)
+    times = list(forward_backward_ms)
+    return Entry(make_row(backend), standard, [time / 4 for time in times], times, [3 * time / 4 for time in times])
+
+
+def test_ratios_are_taken_round_by_round():
+    baseline, slower = entry("compiled", 2.0, 20.0, 200.0), entry("slower", 4.0, 40.0, 600.0)  # 2, 2, 3 times as long
+    products = np.array([1.0, 5.0, 100.0]), np.array([4.0, 4.0, 300.0])
+    record_times(slower, baseline, entry("standard", 8.0, 80.0, 60.0), *products, seed=0)
+    row = slower.row
+    assert row.ratio_to_compiled == 2
+    assert row.ratio_to_compiled_low == 2
+    assert row.ratio_to_compiled_high == 3
+    assert (row.forward_ms, row.forward_backward_ms, row.rounds) == (10, 40, 3)
+    assert (row.forward_backward_ms_q25, row.forward_backward_ms_q75) == (22, 320)
+    assert row.ratio_to_product == 6  # of 4, 8 and 6
+    assert row.ratio_to_three_products == 2  # of 1, 10 and 2
+    assert (row.ratio_to_three_products_low, row.ratio_to_three_products_high) == (1, 10)
+    assert row.forward_ratio_to_product == 1.5
+    assert (row.backward_ms, row.backward_ratio_to_eager) == (30, 0.5)  # of 0.5, 0.5 and 10
+
+
+def test_without_a_baseline_there_is_no_ratio_to_it():
+    alone = entry("standard", 1.0, 2.0)
+    record_times(alone, None, None, np.ones(2), np.ones(2), seed=0)
+    assert alone.row.ratio_to_compiled is None
+    assert alone.row.backward_ratio_to_eager is None
+    assert alone.row.ratio_to_product == 1.5
+    assert alone.row.ratio_to_three_products == 1.5
+
+
+def test_without_a_floor_there_is_no_ratio_to_it():
+    alone = entry("standard", 1.0, 2.0)
+    record_times(alone, alone, None, np.ones(2), np.array([]), seed=0)
+    assert (alone.row.ratio_to_three_products, alone.row.ratio_to_three_products_low) == (None, None)
+    assert (alone.row.ratio_to_compiled, alone.row.ratio_to_product) == (1, 1.5)
+
+
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monkeypatch):
+    """Sizes, dtypes and fixed outputs of every product, and the values of the last one."""
+    multiplied, mm = [], torch.mm
+
+    def recorded(left, right, *, out):
+        assert left.dtype == right.dtype == out.dtype == torch.bfloat16
+        multiplied.append((tuple(left.shape), tuple(right.shape), out.data_ptr()))
+        return mm(left, right, out=out)
+
+    problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0, gradients)
+    floor = timing.three_products(problem)
+    monkeypatch.setattr(torch, "mm", recorded)
+    floor()
+    once = multiplied.copy()
+    floor()
+    # 300 entries are rounded up to 320.
+    assert [sizes[:2] for sizes in once] == [((200, 16), (16, 320)), ((200, 320), (320, 16)), ((320, 200), (200, 16))]
+    assert multiplied == once * 2
+
+
+def test_the_interval_of_a_median_shrinks_with_the_rounds_and_of_ten_holds_the_truth_as_often_as_it_says():
+    draw = np.random.default_rng(0)
+    values = draw.normal(2.0, 0.1, size=400)
+    narrow, wide = interval_of_median(values, seed=0), interval_of_median(values[:10], seed=0)
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]
+    assert interval_of_median(np.full(5, 1.5), seed=0) == (1.5, 1.5)
+    found = [interval_of_median(draw.normal(2.0, 0.1, size=10), seed=0) for _ in range(1000)]
+    assert 0.92 < np.mean([low <= 2.0 <= high for low, high in found]) < 0.96
+
+
+def test_crossovers_are_where_the_ratio_passes_one():
+    assert crossovers([1, 2, 4], [3.0, 2.0, 1.5]) == []
+    (up,) = crossovers([100, 10_000], [2.0, 0.5])
+    assert up.size == pytest.approx(1000)
+    assert up.faster_above
+    down, again = crossovers([1, 2, 4], [0.9, 1.2, 0.8])
+    assert (down.faster_above, again.faster_above) == (False, True)
+    assert 1 < down.size < 2 < again.size < 4
+    (at,) = crossovers([1, 2, 4], [2.0, 1.0, 0.5])
+    assert at.size == 2
+
+
+def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():
+    exact = {"de_err": 2e-3, "dc_err": 5e-3}
+    rows = [
+        make_row("compiled", ratio_to_compiled=1.0, **exact),
+        make_row("compiled (again)", ratio_to_compiled=0.5, **exact),
+        make_row("cce_filter", ratio_to_compiled=0.3, de_err=2e-3, dc_err=2e-2),
+        make_row("liger", ratio_to_compiled=0.9, **exact),
+        make_row("fla", status="failed"),
+        make_row("fla", ratio_to_compiled=2.0, logits="peaked", **exact),
+    ]
+    best = winners(rows)
+    assert [(problem[-1], row.backend) for problem, row in best.items()] == [("flat", "liger"), ("peaked", "fla")]
+
+
+def test_a_filter_is_never_the_fastest_exact_backend():
+    errors = {"de_err": 1e-3, "dc_err": 1e-3}
+    assert make_row("cce_kahan", **errors).exact
+    assert not make_row("cce_filter filter_eps=0.001", **errors).exact
+    assert not make_row("paper/cce_kahan_full_e", **errors).exact
+    assert make_row("paper/cce_exact", **errors).exact
+    assert not make_row("liger", de_err=1e-3, dc_err=2e-2).exact
+
+
+# ------------------------------------------------------------------------------------------------ files and page
+
+
+def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
+    path = tmp_path / "deep" / "s.json"
+    merge_rows(path, [make_row(forward_ms=1.0), make_row(workspace_mib=128, forward_ms=2.0), make_row("fla")])
+    merge_rows(path, [make_row(workspace_mib=128, forward_ms=3.0), make_row(logits="peaked")])
+    rows = read_rows(path)
+    assert [(row.label, row.logits, row.forward_ms) for row in rows] == [
+        ("cce_kahan", "flat", 1.0),
+        ("cce_kahan workspace_mib=128", "flat", 3.0),
+        ("fla", "flat", None),
+        ("cce_kahan", "peaked", None),
+    ]
+    assert isinstance(json.loads(path.read_text()), list)
+
+
+def test_a_sets_rows_are_its_own_where_there_are_any(tmp_path):
+    path = tmp_path / "s.json"
+    merge_rows(path, [make_row(set="shapes", run="1", rounds=30), make_row("liger", set="shapes", run="1")])
+    merge_rows(path, [make_row(set="tokens", run="2", rounds=5), make_row("fla", set="tokens", run="2")])
+    rows = read_rows(path)
+    assert len(rows) == 4
+    for name, rounds in (("shapes", 30), ("tokens", 5), ("paper", 5)):
+        found = rows_for(name, rows)
+        assert {row.backend: row.run for row in found.values()} == {
+            "cce_kahan": "1" if name == "shapes" else "2", "liger": "1", "fla": "2"
+        }  # fmt: skip
+        assert next(row.rounds for row in found.values() if row.backend == "cce_kahan") == rounds
+
+
+def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "s.json"
+    path.write_text('[{"shape": "s"}]')
+    with pytest.raises(DataError, match=r"s\.json"):
+        merge_rows(path, [make_row()])
+    assert path.read_text() == '[{"shape": "s"}]'
+
+
+def test_a_sweep_names_winners_and_crossovers_and_is_drawn(tmp_path):
+    rows = []
+    for v, ratio in ((1000, 2.0), (10_000, 2.0), (100_000, 0.5)):
+        at = {"v": v, "shape": f"v{v}", "de_err": 1e-3, "dc_err": 2e-3, "extra_mib": float(v)}
+        rows += [make_row("compiled", ratio_to_compiled=1.0, **at), make_row("liger", ratio_to_compiled=ratio, **at)]
+    rows.append(make_row("fla", v=1000, shape="v1000", status="failed", reason="RuntimeError: broken"))
+    page, picture = write_report(rows, tmp_path, "vocabulary")
+    text = page.read_text()
+    assert "* liger: faster above 31,623" in text
+    assert [text.count(f"| **{name}** |") for name in ("compiled", "liger")] == [2, 1]
+    assert "* fla: failed. RuntimeError: broken" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "fla: failed" in table_of(rows)
+    with pytest.raises(DataError, match="no rows"):
+        write_report([], tmp_path, "shapes")
+
+
+@pytest.mark.parametrize(("shapes", "on_gpu"), [(1, True), (1, False), (MANY_SHAPES + 1, True)])
+def test_every_number_of_shapes_has_a_picture(shapes, on_gpu, tmp_path):
+    rows = []
+    for n in range(1, shapes + 1):
+        for backend, ratio in (("compiled", 1.0), ("liger", 2.0)):
+            memory = 5.0 if on_gpu else None
+            rows.append(make_row(backend, shape=f"{n}x4x16", n=n, ratio_to_compiled=ratio, extra_mib=memory))
+    assert [path.name for path in write_report(rows, tmp_path, "set")] == ["set.md", "set.png"]
+
+
+def test_errors_of_thresholds_are_drawn_against_time(tmp_path):
+    rows = [make_row("compiled", ratio_to_compiled=1.0, de_err=1e-3, dc_err=1e-3)]
+    for eps in (2.0**-8, 2.0**-12):
+        text = f"cce_filter filter_eps={eps}"
+        rows.append(make_row(text, ratio_to_compiled=0.5, de_err=eps, dc_err=eps, dc_sum_err=eps))
+    assert [path.name for path in write_report(rows, tmp_path, "filter")][-1] == "filter_error.png"
+    assert [filter_eps(row) for row in rows] == [None, 2.0**-8, 2.0**-12]
+    assert len(write_report(rows[:2], tmp_path, "one")) == 2, "of one threshold there is nothing to compare"
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_no_timing_holds_a_collection_of_garbage(tmp_path, eager_baseline, monkeypatch):
+    """A full collection takes some 0.2 s."""
+    enabled = []
+    times_ms = timing._times_ms
+
+    def timed(actions, device):
+        return times_ms(
+            [lambda action=action: (enabled.append(gc.isenabled()), action()) for action in actions], device
+        )
+
+    monkeypatch.setattr(timing, "_times_ms", timed)
+    run_benchmark(configure("backends=[cce_kahan]", tmp_path=tmp_path), "the command", str)
+    assert len(enabled) >= 9, "three rounds of a forward pass, a forward and a backward pass"
+    assert not any(enabled)
+    assert gc.isenabled()
+
+
+def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eager_baseline):
+    backends = ["liger", "cce_kahan accumulate=fp32 workspace_mib=7", "paper/cce_exact"]
+    config = configure("backends=[" + ",".join(f"'{text}'" for text in backends) + "]", tmp_path=tmp_path)
+    said = []
+    rows = run_benchmark(config, "the command", said.append)
+    directory = tmp_path / "bench_loss" / "cpu"
+    assert read_rows(directory / "rows.json") == rows
+    (run,) = read_runs(directory).values()
+    assert run["command"] == "the command"
+    assert run["environment"]["packages"]["torch"]
+    assert run["config"]["rounds"] == 3
+    entries = [
+        (BAR, None),
+        (FLOOR, None),
+        ("standard", None),
+        ("standard (again)", None),
+        ("liger", None),
+        ("cce_kahan accumulate=fp32", 7),
+        ("paper/cce_exact", None),
+    ]
+    assert [(row.backend, row.workspace_mib, row.logits) for row in rows] == [
+        (backend, workspace, logits) for logits in ("flat", "peaked") for backend, workspace in entries
+    ]
+    for row in rows:
+        assert row.run == run["id"]
+        if row.backend == "liger":
+            assert row.status == "unsupported"
+            assert "GPU" in row.reason
+            assert row.ratio_to_compiled is None
+            continue
+        assert row.status == "ok"
+        if row.backend == FLOOR:
+            assert (row.ratio_to_three_products, row.rounds) == (1, 3)
+            assert (row.loss_err, row.de_err, row.dc_err, row.forward_ms, row.deterministic) == (None,) * 5
+            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+            continue
+        assert row.loss_err < 1e-2
+        assert 0 < row.dc_err < 2e-2
+        assert row.extra_mib is None
+        if row.backend == BAR:
+            assert (row.de_err_ratio, row.rounds, row.forward_ms) == (1, 0, None)
+        else:
+            assert row.rounds == 3
+            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+            assert 0 < row.ratio_to_three_products_low <= row.ratio_to_three_products_high
+            assert row.forward_ms > 0
+            assert row.deterministic
+    timed = {(row.logits, row.label): row for row in rows if row.rounds}
+    for (logits, _), row in timed.items():  # the rounds that a row keeps give its ratio and its interval
+        ratios = np.array(row.rounds_ms) / np.array(timed[logits, "standard"].rounds_ms)
+        kept = row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high
+        assert kept == (np.median(ratios), *interval_of_median(ratios, config.seed))
+        assert row.backend == FLOOR or np.median(row.forward_rounds_ms) == row.forward_ms
+    assert rows[2].ratio_to_compiled == 1
+    assert "liger" in said[-1]
+    markdown = report_set(config)[0]
+    assert markdown.name == "custom.md"
+    assert "cce_kahan accumulate=fp32 workspace_mib=7" in markdown.read_text()
+    assert "the command" in markdown.read_text()
+
+
+def test_torch_compile_is_the_baseline(tmp_path):
+    config = configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path)
+    rows = {row.backend: row for row in run_benchmark(config, "", str)}
+    assert rows["compiled"].ratio_to_compiled == 1
+    assert rows["compiled (again)"].ratio_to_compiled != 1
+    expected = rows["standard"].forward_backward_ms / rows["compiled"].forward_backward_ms
+    assert rows["standard"].ratio_to_compiled == pytest.approx(expected, rel=3)
+
+
+def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline):
+    config = configure("backends=[cce_kahan]", "gradients=[same,fp32]", "logits=[flat]", tmp_path=tmp_path)
+    rows = {(row.gradients, row.backend): row for row in run_benchmark(config, "", str)}
+    assert rows["fp32", "cce_kahan"].dc_err < 0.7 * rows["bf16", "cce_kahan"].dc_err
+    # Eager torch multiplies in bf16. fp32 leaves do not undo the rounding of the product.
+    assert rows["fp32", "standard"].dc_err == pytest.approx(rows["bf16", "standard"].dc_err, rel=0.1)
+
+
+def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, monkeypatch):
+    environment = common.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
+    monkeypatch.setattr(common, "describe_environment", lambda: environment)
+    overrides = ("resume=true", "logits=[flat]")
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 5
+    assert run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str) == []
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_filter]", tmp_path=tmp_path), "", str)) == 5
+    environment = environment | {"git": {"commit": "def", "dirty": False}}
+    assert len(run_benchmark(configure(*overrides, "backends=[cce_kahan]", tmp_path=tmp_path), "", str)) == 5
+
+
+@pytest.mark.parametrize("breaks", ["cce_kahan", "standard"])
+def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
+    tmp_path, eager_baseline, monkeypatch, breaks
+):
+    rounds, calls, first, time_step_ms = 13, Counter(), {}, timing.time_step_ms
+
+    def build(config, **how):
+        loss = build_loss(config, **how)
+        first.setdefault(config.name, loss)
+        return loss
+
+    def flaky(loss, problem):
+        calls[id(loss)] += 1
+        if loss is first[breaks] and calls[id(loss)] == 13:  # some of these calls are its warm-up
+            raise torch.OutOfMemoryError("out of memory")
+        return time_step_ms(loss, problem)
+
+    monkeypatch.setattr(loss_rounds, "build_loss", build)
+    monkeypatch.setattr(timing, "time_step_ms", flaky)
+    overrides = ("backends=[cce_kahan,cce_filter]", "logits=[flat]", f"rounds={rounds}")
+    rows = run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
+    failed = [row.backend for row in rows if row.status != "ok"]
+    assert failed == [breaks]
+    assert {row.rounds for row in rows if row.status == "ok" and row.forward_backward_ms} == {rounds}
+    assert "out_of_memory" in table_of(rows)
+
+
+def test_a_shape_whose_labels_are_all_ignored_is_refused(tmp_path, eager_baseline):
+    overrides = ("shapes=[1x16x32]", "logits=[half_ignored]", "backends=[cce_kahan]")
+    with pytest.raises(ConfigError, match="every label of this shape is ignored"):
+        run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
+
+
+def test_a_floor_that_does_not_fit_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
+    def refused(problem):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(timing, "three_products", refused)
+    rows = run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert [row.status for row in rows] == ["ok", "out_of_memory", "ok", "ok", "ok"]
+    assert (rows[1].rounds, rows[-1].ratio_to_three_products) == (0, None)
+    assert rows[-1].ratio_to_compiled > 0
+
+
+def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline, monkeypatch):
+    def build(config, **options):
+        loss = build_loss(config, **options)
+        if config.name == "cce_filter":
+            compute = loss.compute
+            loss.compute = lambda *tensors: (compute(*tensors)[0] * torch.nan, {})
+        return loss
+
+    monkeypatch.setattr(loss_rounds, "build_loss", build)
+    rows = run_benchmark(configure("backends=[cce_filter]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
+    assert "not finite" in rows[-1].reason
+    json.loads((tmp_path / "bench_loss" / "cpu" / "rows.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
+    def killed(self, problems, floor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loss_rounds.Bench, "_run_rounds", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    rows = read_rows(tmp_path / "bench_loss" / "cpu" / "rows.json")
+    assert [row.status for row in rows] == ["ok", "started", "started", "started", "started"]
+    assert rows[-1].dc_err > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("backends=[cce_kahn]", "cce_kahn"),
+        ("backends=['standard filter_eps=0.1']", "filter_eps"),
+        ("backends=['quack chunk_size=8']", "no options"),
+        ("logits=[spiky]", "spiky"),
+        ("gradients=[fp64]", "fp64"),
+        ("shapes=[mvee]", "mvee"),
+        ("logits=[trained]", "logits=.trained. need a trained model"),
+        ("data=markov", "data and logits"),
+        ("checkpoint=nowhere", "shapes do not go with a checkpoint"),
+    ],
+)
+def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        run_benchmark(configure(override, tmp_path=tmp_path), "", str)
+    assert not (tmp_path / "bench_loss").exists()
+
+
+def test_over_batches_the_error_of_an_unbiased_filter_averages_out_and_a_thresholds_does_not(
+    tmp_path, eager_baseline, monkeypatch
+):
+    """Batches of the same tokens, each in another order, as in a model that was trained on them."""
+    problem = make_problem(Shape("s", 128, 24, 600), "peaked", torch.bfloat16, CPU, 0)
+    orders = torch.cat([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(16)])
+    leaves = (x.detach() for x in (problem.hidden_ND, problem.weight_VD))
+    hidden_ND, weight_VD = next(leaves)[orders], next(leaves)
+    trained = TrainedTensors(Shape("s", 128, 24, 600), "a model", hidden_ND, weight_VD, problem.labels_N[orders])
+    monkeypatch.setattr(loss, "read_trained", lambda *_: trained)
+    filters = [f"cce_filter filter_if_faster=false filter_eps=0.03{rest}" for rest in ("", " filter_unbiased=false")]
+    backends = ",".join(f"'{text}'" for text in filters)
+    overrides = f"backends=[cce_kahan,{backends}]", "batches=16", "checkpoint=run", "shapes=null"
+    config = configure(*overrides, tmp_path=tmp_path)
+    rows = {row.backend: row for row in run_benchmark(config, "", str)}
+    assert (rows[FLOOR].trained, rows.pop(FLOOR).batches) == ("a model", 1)
+    unbiased, threshold = (rows[text] for text in filters)
+    assert all((row.batches, row.logits, row.trained) == (16, "trained", "a model") for row in rows.values())
+    assert unbiased.dc_sum_err < 0.4 * unbiased.dc_err  # noise falls to a quarter
+    assert threshold.dc_sum_err == pytest.approx(threshold.dc_err, rel=0.05)
+    assert rows["cce_kahan"].dc_sum_err < 0.1 * threshold.dc_sum_err
+    assert rows[BAR].dc_sum_err < 5e-3
+    markdown = report_set(config)[0]
+    assert markdown.name == "shapes_trained.md"
+    assert f"{unbiased.dc_sum_err:.2e} of 16" in markdown.read_text()
+    assert "(a model), " in markdown.read_text()
+
+
+@pytest.mark.usefixtures("eager_baseline")
+def test_clocks_are_medians_of_what_nvidia_smi_reports(tmp_path, monkeypatch):
+    readings = iter([{"sm_mhz": mhz, "watts": None} for mhz in (1980.0, None, 1700.0)])
+    monkeypatch.setattr(loss_rounds, "_SAVE_EVERY", 1)
+    monkeypatch.setattr(loss_rounds, "gpu_state", lambda device: next(readings))
+    rows = run_benchmark(configure("backends=[standard]", "logits=[flat]", tmp_path=tmp_path), "", str)
+    assert {(row.sm_mhz, row.watts) for row in rows if row.backend == "standard"} == {(1840.0, None)}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
+    overrides = ["device=cuda", "shapes=[2048x256x8192]", "backends=[standard,cce_kahan]", "logits=[flat]"]
+    rows = {row.backend: row for row in run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)}
+    logits_mib = 2048 * 8192 * 4 / 2**20
+    standard, kahan = rows["standard"], rows["cce_kahan"]
+    assert standard.extra_mib > logits_mib
+    assert kahan.extra_mib < standard.extra_mib
+    assert 0 < kahan.forward_extra_mib < kahan.extra_mib
+    assert standard.sm_mhz > 0
+    assert standard.graph_ms > 0  # the inputs fit the L2 cache
+    assert kahan.reason == ""
+    assert kahan.graph_ms > 0
+
+
+class FakeStreams:
+    """The current stream as torch.cuda keeps it. A capture fails as torch's does: its stream stays the current one."""
+
+    def __init__(self) -> None:
+        self.current = self.first = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object) -> Iterator[None]:
+        self.current = SimpleNamespace()
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_fails_leaves_the_current_stream_to_later_backends(monkeypatch):
+    fake = FakeStreams()
+    for name, value in {
+        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "current_stream": lambda device: fake.current,
+        "CUDAGraph": object,
+        "stream": fake.stream,
+        "graph": fake.graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    problem = make_problem(TINY, "flat", torch.float32, CPU, 0)
+    with pytest.raises(RuntimeError, match="during capture"):
+        timing.capture(build_loss(load_config(["loss=standard"]).loss, device=CPU), problem)
+    assert fake.current is fake.first
+
+
+def test_every_set_names_known_shapes_and_backends():
+    for name, chosen in SETS.items():
+        assert [parse_shape(text).name for text in chosen["shapes"]] == chosen["shapes"], name
+        for text in chosen["backends"]:
+            assert parse_loss(text).name == text.split()[0]

@@ -1,0 +1,148 @@
+"""benchmarks/models.py on tiny models: losses agree, models stay as they were, rows become a page."""
+
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models, timing
+from benchmarks.models import Row, build_published, model_loss, parse_model, read_rows, write_report
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, UnsupportedError
+
+SIZES = "hidden_size=32 intermediate_size=48 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
+LLAMA = f"llama batch=2 seq=16 {SIZES} vocab_size=96"
+GEMMA2 = f"gemma2 batch=1 seq=12 {SIZES} head_dim=16 vocab_size=80 final_logit_softcapping=0.5 initializer_range=0.3"
+
+
+def measured(folder: Path, *overrides: str, names: str = f'["{LLAMA}","{GEMMA2}"]') -> list[Row]:
+    small = [f"models={names}", "rounds=3", "warmup=1", "dtype=fp32", "device=cpu", f"output_dir={folder}", *overrides]
+    said: list[str] = []
+    rows = models.run_benchmark(load_config(small, "bench_models"), "python benchmarks/models.py", said.append)
+    assert len(said) == len(rows) + len({row.problem for row in rows})
+    return rows
+
+
+def test_the_losses_agree_and_rows_become_a_page(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "losses=[liger,cce_kahan,'cce_kahan workspace_mib=4']")
+    assert [row.loss for row in rows[:4]] == ["standard", "liger", "cce_kahan", "cce_kahan workspace_mib=4"]
+    assert [row.model.split()[0] for row in rows] == 4 * ["llama"] + 4 * ["gemma2"]
+    for own in (rows[:4], rows[4:]):
+        standard, liger, *ours = own
+        assert liger.status == "unsupported"
+        assert "NVIDIA GPU" in liger.reason
+        for row in (standard, *ours):
+            assert (row.status, row.rounds) == ("ok", 3)
+            assert row.loss_nats == pytest.approx(standard.loss_nats, rel=1e-5)
+            assert row.gradient_norm == pytest.approx(standard.gradient_norm, rel=1e-4)
+            assert row.loss_err < 1e-5
+            assert row.ratio_low <= row.ratio <= row.ratio_high
+            assert row.step_ms_q25 <= row.step_ms <= row.step_ms_q75
+            assert row.peak_gib is None
+        assert standard.ratio == 1
+        assert standard.tokens_per_second == pytest.approx(standard.batch * standard.seq / standard.step_ms * 1e3)
+    assert rows[0].loss_nats == pytest.approx(math.log(96), rel=0.1)
+    assert read_rows(tmp_path) == rows
+    assert write_report(tmp_path) == [tmp_path / "models.md", tmp_path / "models.png"]
+    text = (tmp_path / "models.md").read_text()
+    assert text.count("\n## ") == 3
+    assert "* `liger`: unsupported. " in text
+    assert "1. `python benchmarks/models.py`: commit" in text
+
+
+def test_no_timed_step_holds_a_collection_of_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection takes some 0.2 s."""
+    enabled: list[bool] = []
+    time_ms = timing.time_ms
+
+    def timed(action: Callable[[], object], device: torch.device) -> float:
+        return time_ms(lambda: (enabled.append(gc.isenabled()), action()), device)
+
+    monkeypatch.setattr(timing, "time_ms", timed)
+    measured(tmp_path, "losses=[cce_kahan]", names=f'["{LLAMA}"]')
+    assert enabled == [False] * 6, "three rounds of two losses"
+    assert gc.isenabled()
+
+
+def test_a_step_that_cannot_fit_on_a_cpu_is_refused_before_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("linrnn.training.plan.available_memory", lambda: 3 * 2**20)
+    big = LLAMA.replace("vocab_size=96", "vocab_size=9600")  # 10 MB of weights, gradients, moments and 2 MB of logits
+    with pytest.raises(UnsupportedError, match="a step of llama with 32 tokens needs"):
+        measured(tmp_path, names=f'["{LLAMA}","{big}"]')
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("breaks", ["standard", "cce_kahan"])
+def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    turn = models.Bench._turn
+
+    def fails(bench: models.Bench, row: Row) -> None:
+        if row.loss == breaks and row.rounds_ms:
+            raise torch.OutOfMemoryError("no memory")
+        turn(bench, row)
+
+    monkeypatch.setattr(models.Bench, "_turn", fails)
+    rows = measured(tmp_path, "losses=[cce_kahan]", names=f'["{LLAMA}"]')
+    assert {row.loss: (row.status, row.rounds) for row in rows} == {
+        loss: ("out_of_memory", 0) if loss == breaks else ("ok", 3) for loss in ("standard", "cce_kahan")
+    }
+    assert {row.ratio for row in rows if row.status == "ok"} == ({1.0} if breaks == "cce_kahan" else {None})
+
+
+def test_each_loss_is_put_in_and_taken_out() -> None:
+    name, overrides, _, _ = parse_model(LLAMA)
+    model = build_published(name, overrides, torch.float32, torch.device("cpu"))
+    kind, ids = type(model), torch.randint(96, (1, 8))
+    want = model(ids, labels=ids).loss
+    for text in ("cce_kahan accumulate=fp32", "cce_filter", "standard"):
+        with model_loss(model, models.common.parse_loss(text), torch.device("cpu")):
+            assert (type(model) is kind) == (text == "standard")
+            assert model(ids, labels=ids).loss.item() == pytest.approx(want.item(), rel=1e-5)
+        assert type(model) is kind
+        assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("[llama]", "must be NAME batch=… seq=…"),
+        ("['llama batch=0 seq=2']", "must be NAME batch=… seq=…"),
+        ("['llama batch=1 seq=2 tied']", "must be NAME batch=… seq=…"),
+        ("['llama batch=1 seq=2 hiden_size=3']", "did you mean config.hidden_size"),
+    ],
+)
+def test_a_wrong_model_is_refused(names: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measured(tmp_path, names=names)
+
+
+@pytest.mark.parametrize("loss", ["fla", "liger accumulate=fp32"])
+def test_a_loss_without_a_form_for_models_is_refused(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.models.check_loss", lambda *_: None)
+    if loss == "fla":
+        assert measured(tmp_path, f"losses=['{loss}']", names=f'["{LLAMA}"]')[1].status == "unsupported"
+    else:
+        with pytest.raises(ConfigError, match="models cannot choose it"):
+            measured(tmp_path, f"losses=['{loss}']", names=f'["{LLAMA}"]')
+
+
+@pytest.mark.gpu
+def test_all_three_losses_on_a_gpu(tmp_path: Path) -> None:
+    rows: list[Any] = measured(tmp_path, "device=cuda", "dtype=bf16", "losses=[liger,cce_kahan]")
+    assert [row.status for row in rows] == 6 * ["ok"]
+    for own in (rows[:3], rows[3:]):
+        for row in own:
+            assert row.loss_nats == pytest.approx(own[0].loss_nats, rel=1e-2)
+            assert row.loss_err < 1e-2
+            assert row.peak_gib > 0
+    assert write_report(tmp_path) == [tmp_path / "models.md", tmp_path / "models.png"]

@@ -1,0 +1,374 @@
+"""benchmarks/steps.py on tiny models: real steps on a CPU, ratios from the rows' raw times, what is refused."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from fitting import fitted, losses
+from graph_stand_in import Graphs
+
+from benchmarks import steps
+from benchmarks.common import append_rows
+from benchmarks.steps_lines import Start, parse_line
+from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows, title_of, write_report
+from benchmarks.training_step import TrainingStep
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.losses import build_loss
+from linrnn.models import build_model
+from linrnn.runs.intervals import estimate
+from linrnn.study.benchmarks.step_speed import step_speeds
+from linrnn.study.criteria import SPEED_AT_LARGEST
+from linrnn.training.checkpoint import found
+from linrnn.training.optimizer import build_optimizer
+from linrnn.training.trainer import Trainer
+
+SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
+GLA = f"model=gla {SMALL}"
+COMMITTED = [path.parent for path in (Path(__file__).parents[2] / "results" / "bench_steps").glob("*/rows.jsonl")]
+GRAPH = "trainer.cuda_graph=true"
+MUON = f"model=transformer {SMALL} optimizer=muon trainer.activation_checkpointing=full"
+ROW = Row("model=gla size=1b3", "gla", "1b3", 10**9, 8, 2048, 2048, 128256, "bf16_autocast", "compiled", "a", 3)
+
+
+def config_of(folder: Path, *overrides: str, models: str = f'["{GLA}"]') -> steps.BenchConfig:
+    small = ["rounds=3", "steps=2", "warmup=1", "device=cpu", f"output_dir={folder}", *overrides]
+    return load_config([f"models={models}", *small], "bench_steps")
+
+
+def measured(folder: Path, *overrides: str, models: str = f'["{GLA}"]') -> list[Row]:
+    return steps.run_benchmark(
+        config_of(folder, *overrides, models=models), "python benchmarks/steps.py", lambda _: None
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    measured(folder, "losses=['cce_kahan  accumulate=fp32',liger]", models=f'["{GLA}","{MUON}"]')
+    return folder
+
+
+def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder: Path) -> None:
+    rows = read_rows(folder)
+    assert [row.loss for row in rows] == 2 * ["compiled", AGAIN, "cce_kahan accumulate=fp32", "liger"]
+    for own in (rows[:3], rows[4:7]):
+        for row in own:
+            assert (row.status, row.rounds, len(row.host_ms), row.steps) == ("ok", 3, 3, 2)
+            assert row.loss_nats == pytest.approx(math.log(96), rel=0.1)
+            assert row.loss_nats == pytest.approx(own[0].loss_nats, rel=1e-5)
+            assert row.gradient_norm == pytest.approx(own[0].gradient_norm, rel=1e-4)
+            assert all(host <= wall for host, wall in zip(row.host_ms, row.wall_ms, strict=True))
+            assert 0 < row.loss_layer_share < 1
+            assert (row.device_ms, row.peak_gib, row.allocations, row.sm_mhz) == ([], None, None, []), "of a GPU"
+
+
+def test_ratios_follow_from_the_raw_times(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for number, own in enumerate(lines[:3]):
+        pairs = [ms / base for ms, base in zip(own["wall_ms"], lines[0]["wall_ms"], strict=True)]
+        found = estimate(pairs, ratios=True)
+        assert [own["ratio"], own["ratio_low"], own["ratio_high"]] == [found.value, found.low, found.high]
+        assert (own["ratio"] == 1) == (number == 0)
+    row = read_rows(folder)[1]
+    assert row.step_ms == median(row.wall_ms)
+    assert row.tokens_per_second == pytest.approx(2 * 16 / row.step_ms * 1e3)
+
+
+def test_a_loss_that_cannot_run_here_is_a_row(folder: Path) -> None:
+    liger = read_rows(folder)[3]
+    assert (liger.status, liger.rounds, liger.ratio) == ("unsupported", 0, None)
+    assert "NVIDIA GPU" in liger.reason
+    assert write_report(folder) == [folder / "steps.md", folder / "steps.png"]
+    text = (folder / "steps.md").read_text()
+    assert text.count("\n## ") == 3
+    assert "## gla smoke, 2 x 16 tokens, V = 96, precision=fp32\n" in text
+    assert text.count("* `liger`: unsupported. ") == 2
+    assert text.count("| `compiled, again` | 3 |") == 2
+    assert "1. `python benchmarks/steps.py`: commit" in text
+
+
+def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = steps.Bench._turn
+
+    def fails(bench: steps.Bench, loss: object, row: Row) -> None:
+        if row.loss == "cce_kahan" and row.model == "gla" and row.rounds == 1:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 7.83 GiB. GPU 0 has a total capacity of 79.18 GiB\nof which"
+            )
+        turn(bench, loss, row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(steps.Bench, "_turn", fails)
+    rows = measured(tmp_path, "losses=[cce_kahan]", models=f'["{GLA}","{MUON}"]')
+    assert [(row.status, row.rounds) for row in rows] == [
+        *(("ok", 3), ("ok", 3), ("out_of_memory", 1)), *3 * [("ok", 3)],
+    ]  # fmt: skip
+    assert rows[2].reason == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7.83 GiB."
+    assert rows[2].ratio is None
+
+
+def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(steps, "build_model", fails)
+    rows = measured(tmp_path, "losses=[liger]")
+    assert [row.status for row in rows] == ["out_of_memory", "out_of_memory", "unsupported"]
+    assert read_rows(tmp_path) == rows
+
+
+def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
+    """No step of the optimizer comes before them, and allocating its state moves no weight."""
+    config = config_of(tmp_path)
+    bench = steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2])
+    again = steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2])
+    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
+    again._warm_up(loss, replace(ROW, batch=2))
+    fresh = steps._build_model(bench.step.model.arch, parse_line(GLA, 0, "cpu"), torch.device("cpu"), torch.float32)
+    for weight, own, stepped in zip(
+        fresh.parameters(), bench.step.model.parameters(), again.step.model.parameters(), strict=True
+    ):
+        assert torch.equal(weight, own)
+        assert (weight - stepped).abs().max() < 1e-5
+    assert any(not torch.equal(a, b) for a, b in zip(fresh.parameters(), again.step.model.parameters(), strict=True)), (
+        "steps train"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs(monkeypatch)
+    rows = measured(tmp_path, "losses=['cce_kahan accumulate=fp32',torch_native]", models=f'["{GLA} {GRAPH}"]')
+    assert [row.status for row in rows] == [*3 * ["ok"], "unsupported"]
+    assert "loss=torch_native: its host may wait for the GPU" in rows[3].reason
+    assert graphs.captures == 3 * (1 + 3), "in the warm-up of each loss, and in each of three rounds"
+    assert graphs.replays == 3 * (1 + 3 * (1 + 1 + 2)), "a round: the capture, one step that settles, two timed ones"
+    assert graphs.most_alive == 1
+    for row, eager in zip(rows[:3], read_rows(folder), strict=False):
+        assert (row.loss, row.loss_nats, row.gradient_norm) == (eager.loss, eager.loss_nats, eager.gradient_norm)
+        assert (row.rounds, row.loss_layer_ms, row.loss_layer_share) == (3, None, None)
+    write_report(tmp_path)
+    text = (tmp_path / "steps.md").read_text()
+    assert "V = 96, precision=fp32, cuda_graph=true\n" in text
+    [line] = [line for line in text.splitlines() if line.startswith("| `cce_kahan accumulate=fp32` |")]
+    assert "| - | - |" in line
+
+
+def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Graphs(monkeypatch)
+    config = config_of(tmp_path)
+    eager, graphed = (
+        steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2]) for _ in range(2)
+    )
+    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
+    for bench in (eager, graphed):
+        bench._set_rate(0.1)
+    step = graphed.step.graphed(loss)
+    for _ in range(3):
+        eager.step(loss)
+        step()
+    for ours, theirs in zip(eager.step.parameters, graphed.step.parameters, strict=True):
+        assert torch.equal(ours, theirs)
+        assert theirs.grad is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[str]]) -> None:
+    """The same weights after two steps on the same batch: nothing of a step is missing here."""
+    options = (f"optimizer={optimizer}", "optimizer.max_grad_norm=0.1", "schedule=constant", "schedule.warmup_steps=0")
+    trainer = Trainer(load_config(small(*options)))
+    config, position = trainer.config, trainer.loader.state_dict()
+    batch = next(trainer.loader)
+    model = build_model(trainer.architecture, device="cpu", seed=config.seed)
+    own = TrainingStep(
+        model, build_optimizer(model, config.optimizer, trainer.device), batch, tokens=batch.n_tokens,
+        precision="fp32", device=trainer.device, max_grad_norm=config.optimizer.max_grad_norm,
+    )  # fmt: skip
+    trainer.model.train()
+    for _ in range(2):
+        trainer.loader.load_state_dict(position)
+        trainer.train_step()
+        own(trainer.loss)
+    for ours, theirs in zip(model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.grad is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{GLA} loss=liger", "'loss=liger' has no meaning"),
+        (f"{GLA} data=text", "data.path"),
+        (f"{GLA} init_from=results/x", "add the data that they were trained with"),
+        (f"{GLA} logger.wandb.mode=online", "has no meaning"),
+        (f"{GLA} parallel=ddp", "benchmarks/parallel.py"),
+        (f"{GLA} trainer.accumulation_steps=2", "has no meaning"),
+        (f"{GLA} trainer.max_steps=2", "has no meaning"),
+        (f"{GLA} optimizer.lr=1", "the rate is so small"),
+        (f"{GLA} memory_budget_gib=40", "has no meaning"),
+        ("gla", "'gla' has no meaning"),
+        ("model=gla size=smoke", "has no vocabulary"),
+        (f"{GLA} trainer.batchsize=2", "has no meaning"),
+        (f"{GLA} size.hiden_size=2", "there is no such key"),
+        (f"{GLA} {GRAPH} trainer.activation_checkpointing=full", "reads the state of the random numbers"),
+        (f"{GLA} {GRAPH} trainer.compile=blocks", "trainer.compile=blocks was not tried with a CUDA graph"),
+        (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_before_anything_is_measured(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measured(tmp_path, models=f'["{MUON}","{line}"]')
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+# -------------------------------------------------------------------------------------------------- trained weights
+
+
+def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callable[..., list[str]]) -> None:
+    """The first values are those of the run's next step on the data's first batch."""
+    trained = fitted(small("optimizer.lr=0.01", "schedule=constant"))
+    source, vocabulary = trained.directory.path, trained.architecture.vocab_size
+    [loss] = losses(fitted(small(f"init_from={source}", "trainer.max_steps=1")))
+    kept = ("trainer.batch_size", "trainer.seq_len", "data")
+    data = " ".join(["trainer.precision=fp32", *(word for word in small() if word.startswith(kept))])
+    rows = measured(tmp_path / "rows", "losses=[]", models=f'["{data} init_from={source}","{data}"]')
+    assert {(row.status, row.v) for row in rows} == {("ok", vocabulary)}
+    assert rows[0].loss_nats == pytest.approx(loss, rel=1e-5)
+    assert rows[2].loss_nats > rows[0].loss_nats, "random weights"
+    [checkpoint] = found(trained.directory.checkpoints)
+    assert [(row.weights, row.text) for row in rows[::2]] == [
+        (str(checkpoint), trained.data.fingerprint),
+        (None, trained.data.fingerprint),
+    ]
+    write_report(tmp_path / "rows")
+    text = (tmp_path / "rows" / "steps.md").read_text()
+    assert f"init_from={source.name}\n" in text
+    assert f"init_from={source}`" in text
+    assert f"weights `{checkpoint}`; text of fingerprint `{trained.data.fingerprint[:8]}`; run 1" in text
+
+
+@pytest.mark.parametrize("line", ["data=text data.path=HERE/none.txt", "data=markov init_from=HERE/none"])
+def test_data_or_weights_that_are_not_there_are_refused_before_anything_is_measured(line: str, tmp_path: Path) -> None:
+    line = line.replace("HERE", str(tmp_path))
+    with pytest.raises(DataError, match=r"none"):
+        measured(tmp_path / "rows", "losses=[]", models=f'["{GLA}","size=smoke {line}"]')
+    assert not (tmp_path / "rows").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- rows and page
+
+
+def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
+    append_rows(tmp_path, [replace(ROW, wall_ms=[2.0]), replace(ROW, loss="liger", wall_ms=[3.0])])
+    append_rows(tmp_path, [replace(ROW, run="b", wall_ms=[1.0])])
+    assert [(row.loss, row.run, row.step_ms) for row in read_rows(tmp_path)] == [
+        ("compiled", "b", 1.0),
+        ("liger", "a", 3.0),
+    ]
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="has a line that is no row"):
+        read_rows(tmp_path)
+    with pytest.raises(DataError, match="no rows under"):
+        read_rows(tmp_path / "none")
+
+
+def test_a_heading_names_a_shared_projection_once() -> None:
+    line, label = f"{ROW.line} model.shared_projection_rank=512", "gla shared_projection_rank=512"
+    assert title_of(line, label, "1b3", 8, 2048, 128_256) == f"{label} 1b3, 8 x 2,048 tokens, V = 128,256"
+
+
+def test_the_clock_is_read_once_a_turn_and_stands_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([1980.0, None, 1755.0, 1800.0])
+    monkeypatch.setattr(steps, "gpu_state", lambda _: {"sm_mhz": next(clocks)})
+    rows = measured(tmp_path, "rounds=2", "losses=[]")
+    assert sorted(mhz for row in rows for mhz in row.sm_mhz) == [1755, 1800, 1980]
+    page = write_report(tmp_path)[0].read_text()
+    assert "* The GPU's clock was 1,755 to 1,980 MHz, read in untimed steps.\n" in page
+
+
+@pytest.mark.gpu
+def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
+    line = GLA.replace("fp32", "auto")
+    rows = measured(tmp_path, "device=cuda", "losses=[standard,cce_kahan,liger]", models=f'["{line}"]')
+    assert [row.status for row in rows] == 5 * ["ok"]
+    for row in rows:
+        assert row.loss_nats == pytest.approx(rows[0].loss_nats, rel=1e-2)
+        assert row.peak_gib > 0
+        assert all(device <= 1.01 * wall for device, wall in zip(row.device_ms, row.wall_ms, strict=True))
+
+
+@pytest.mark.gpu
+def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> None:
+    """Values are those of eager passes, and a replay allocates nothing beyond what the eager step needs."""
+    line = GLA.replace("fp32", "auto")
+    rows = measured(tmp_path, "device=cuda", "losses=[cce_kahan,liger]", models=f'["{line}","{line} {GRAPH}"]')
+    assert [row.status for row in rows] == [*7 * ["ok"], "unsupported"]
+    assert "loss=liger: its host may wait for the GPU" in rows[7].reason
+    for eager, graphed in zip(rows[:3], rows[4:7], strict=True):
+        assert (graphed.loss, graphed.loss_nats) == (eager.loss, pytest.approx(eager.loss_nats, rel=1e-4))
+        assert (graphed.rounds, len(graphed.device_ms), graphed.loss_layer_ms) == (3, 3, None)
+        assert graphed.allocations == 0
+        assert graphed.peak_gib == pytest.approx(eager.peak_gib, rel=0.05, abs=80 / 1024)  # workspaces of cuBLAS
+        assert median(graphed.host_ms) < median(eager.host_ms)
+
+
+def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
+    rows = measured(tmp_path, "losses=[standard,cce_kahan]", "batch_sizes=[2,1,3]")
+    assert [(row.loss, row.batch) for row in rows] == [
+        ("compiled", 2),
+        (AGAIN, 2),
+        ("standard", 1),
+        ("cce_kahan", 3),
+    ]
+    compiled, _, eager, ours = rows
+    pairs = [ms / base / 1.5 for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
+    assert ours.ratio == pytest.approx(estimate(pairs, ratios=True).value), "for equally many tokens"
+    assert ours.tokens_per_second == pytest.approx(3 * 16 / median(ours.wall_ms) * 1e3)
+    assert len({row.loss_nats for row in (compiled, eager, ours)}) == 3, "other batches have other losses"
+    [verdict] = [
+        one.verdict for one in step_speeds(rows) if (one.row.loss, one.verdict.against) == ("cce_kahan", "compiled")
+    ]
+    assert verdict.criterion is SPEED_AT_LARGEST
+    speeds = [1.5 * base / ms for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
+    assert verdict.value == pytest.approx(median(speeds))
+    assert (
+        "| sequences | where they differ, ratios are for equally many tokens |" in write_report(tmp_path)[0].read_text()
+    )
+
+
+@pytest.mark.parametrize("sizes", ["[2,1]", "[2,1,0]", "[2,1,1,1]"])
+def test_a_batch_for_each_loss_or_for_none(sizes: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not give a number of sequences to each of compiled, standard"):
+        measured(tmp_path, "losses=[standard,cce_kahan]", f"batch_sizes={sizes}")
+
+
+@pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)
+def test_the_committed_intervals_are_what_the_kept_rounds_give(committed: Path) -> None:
+    rows = read_rows(committed)
+    bases = {row.line: row for row in rows if row.loss == "compiled"}
+    for row in (row for row in rows if row.loss != "compiled" and row.status == "ok"):
+        found = ratio_of(row, bases[row.line])
+        assert found is not None
+        assert [row.ratio, row.ratio_low, row.ratio_high] == pytest.approx([found.value, found.low, found.high])
+
+
+def test_a_ratio_needs_two_losses_of_one_process() -> None:
+    eager = replace(ROW, loss="standard", wall_ms=[4.0, 5.0, 4.0])
+    own = replace(ROW, loss="cce_kahan", wall_ms=[2.0, 2.0, 2.0])
+    assert ratio_of(own, eager) == estimate([0.5, 0.4, 0.5], ratios=True)
+    assert ratio_of(replace(own, run="another process"), eager) is None
+    assert ratio_of(own, replace(eager, status="out_of_memory")) is None
+    assert ratio_of(own, None) is None
