@@ -9,7 +9,7 @@ stop after `seconds`.
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: tor
 
 
 # ------------------------------------------------------------------------------------------------------ the grid
-def calls_of(shapes: Iterable[Shape], options: Iterable[str], dtypes: Iterable[str]) -> list[tuple[Shape, str, str]]:
+def calls_of(shapes: Sequence[Shape], options: Sequence[str], dtypes: Sequence[str]) -> list[tuple[Shape, str, str]]:
     """Every call of the grid, all shapes of one kind of kernel in a row, so that kernels compile once."""
     return [
         (shape, option, dtype)
@@ -297,7 +297,7 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
     for name, known in (("options", CALLS), ("dtypes", DTYPES)):
         if wrong := [one for one in getattr(config, name) if one not in known]:
             raise ConfigError(f"{name}: {', '.join(wrong)} is not known", f"choose from {', '.join(known)}")
-    calls = calls_of(map(parse_shape, config.shapes), config.options, config.dtypes)
+    calls = calls_of([*map(parse_shape, config.shapes)], config.options, config.dtypes)
     device, directory = resolve_device(config.device), common.results_directory(config, "certificate")
     run_id = common.begin_run(directory, command, config)["id"]
     began = time.monotonic()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,7 +228,7 @@ def write_report(directory: Path, limit_seconds: float) -> list[Path]:
         Column("line", _title),
         Column("call", call),
         Column("run", lambda row: row.number),
-        *(Column(words, lambda row, stage=stage: show(row.at(stage), ".1f")) for stage, words in STAGES.items()),
+        *(Column(words, _end_of(stage)) for stage, words in STAGES.items()),
     ]
     page = [
         f"# Seconds to the end of the first step: {directory.name}", "",
@@ -260,6 +260,10 @@ def _title(row: Row) -> str:
     of_fla = [word.removeprefix("model.config=") for word in words if word.startswith("model.config=")]
     rest = [word.removeprefix("trainer.").removeprefix("model.options.") for word in words if not word.startswith(told)]
     return ", ".join([f"{model_in_words((of_fla or [row.model])[0])} {row.size}, {row.loss}", *rest])
+
+
+def _end_of(stage: str) -> Callable[[Row], str]:
+    return lambda row: show(row.at(stage), ".1f")
 
 
 def _ends(found: Estimate) -> str:

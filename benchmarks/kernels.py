@@ -166,7 +166,7 @@ def page(rows: Sequence[KernelRow], device: str) -> list[str]:
 
 
 def main(config: BenchConfig) -> None:
-    directory, rows = common.results_directory(config, "bench_loss"), []
+    directory, rows = common.results_directory(config, "bench_loss"), list[KernelRow]()
     run: dict[str, Any] = {"command": command_line(), "environment": describe_environment()}
     try:
         if not config.measure:

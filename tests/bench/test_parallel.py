@@ -18,6 +18,7 @@ from linrnn.core.machine import GIB
 from linrnn.costs.memory import WORKSPACES
 from linrnn.distributed import DistributedRanks, Launch
 from linrnn.models.architecture import resolve
+from linrnn.runs.environment import describe_environment
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "bench_parallel"
 
@@ -26,9 +27,8 @@ def of_row(row: StepRow) -> Config:
     """The run whose steps a row measured."""
     gathering = [f"parallel.blocks_together={row.blocks_together}", f"parallel.keep_gathered={row.keep_gathered}"]
     sharded = gathering if row.parallel in ("fsdp", "vocab") else []
-    return load_config(
-        [f"model={row.model}", f"size={row.size}", "loss=cce_kahan", f"parallel={row.parallel}", *sharded]
-    )
+    run = [f"model={row.model}", f"size={row.size}", f"parallel={row.parallel}"]
+    return load_config(["loss=cce_kahan", *run, *sharded])
 
 
 def step_memory(row: StepRow, config: Config) -> costs.MemoryEstimate:
@@ -60,10 +60,9 @@ def run(ranks: int) -> Measured:
         CollectiveRow("all_reduce", ranks, 1024, 1.0, 110.0 * ranks),
         CollectiveRow("reduce_scatter", ranks, 1024, 1.0, 120.0 * ranks),
     ]
-    environment = {"packages": {"torch": "2", "triton": "3"}, "git": None}
     loss = LossRow("x", 16384, 2048, 128256, ranks, 11.0, 40.0, 10.5, 500.0, 900.0, 100.0, 0.9, 1e-3, 1e-3)
     rows = [steps("none", 1, 8, 400.0), steps("ddp", ranks, 8, 410.0), steps("fsdp", ranks, 4, 230.0)]
-    return Measured("torchrun …", "NVIDIA H200", ranks, environment, collectives, [loss], rows)
+    return Measured("torchrun …", "NVIDIA H200", ranks, describe_environment(), collectives, [loss], rows)
 
 
 def loss_layer(row: StepRow) -> tuple[int, int, int]:

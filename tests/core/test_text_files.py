@@ -7,12 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("src", "benchmarks", "scripts", "kernels")
 SOURCES = [*(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")), ROOT / "train.py"]
-    *ROOT.glob("src/**/*.py"),
-    *ROOT.glob("scripts/**/*.py"),
-    *ROOT.glob("benchmarks/*.py"),
-    *ROOT.glob("kernels/**/*.py"),
-    ROOT / "train.py",
-]
 
 
 def calls_without_encoding(source: str) -> Iterator[int]:

@@ -47,7 +47,7 @@ FREE_LOSS = "The last column is the most that a faster loss could give: a step a
 NO_BOTTLENECK = f"The next bottleneck: {OPEN}; scripts/breakdown.py finds it."
 FOLLOW_UPS = (
     "Follow-up 2 (FP8 or INT4 scan): open. This harness has no such scan.",
-    "Follow-up 5 (shared projections): benchmarks/steps.py with model.shared_projection_rank=… compares steps, "
+    "Follow-up 5 (shared projections): scripts/bench_steps.py with model.shared_projection_rank=… compares steps, "
     "sweep=shared_projections losses.",
 )
 
