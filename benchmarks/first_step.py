@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,7 +25,7 @@ from linrnn.config.schema import Config, option
 from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
 from linrnn.core.plot_style import save
-from linrnn.core.tables import show
+from linrnn.core.tables import Table, show
 from linrnn.data import prepare
 from linrnn.models.facts import model_in_words
 from linrnn.runs.directory import ENVIRONMENT
@@ -156,20 +157,9 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: common.Say) 
         [environment] = Path(scratch, "results", "first_step").glob(f"*/{ENVIRONMENT}")
         record = read_processes(environment)[-1]
     choices = record["kernel_choices"] or {}
-    return Row(
-        line=line,
-        model=run.model.name,
-        size=run.size.name,
-        loss=run.loss.name,
-        run=run_id,
-        number=number,
-        seconds=round(seconds, 2),
-        seconds_to=record["seconds_to"],
-        stored=choices.get("stored"),
-        near=choices.get("near"),
-        first=choices.get("first"),
-        tuned=choices.get("tuned"),
-    )
+    counts: dict[str, Any] = {name: choices.get(name) for name in ("stored", "near", "first", "tuned")}
+    names = run.model.name, run.size.name, run.loss.name
+    return Row(line, *names, run_id, number, round(seconds, 2), record["seconds_to"], **counts)
 
 
 def _until_first_step(process: "subprocess.Popen[str]", line: str, say: common.Say) -> float:
@@ -206,51 +196,39 @@ def write_report(directory: Path, limit_seconds: float) -> list[Path]:
     rows = read_rows(directory)
     calls = [run["id"] for run in common.runs_of(directory, [row.run for row in rows])]
     groups = common.grouped(rows, key=lambda row: (row.run, row.line))
-    seconds = {id(own[0]): estimate([row.seconds for row in own], ratios=False) for own in groups}
-
-    def call(row: Row) -> str:
-        return str(calls.index(row.run) + 1) if row.run in calls else "-"
-
-    lines: list[Column] = [
-        Column("line", lambda own: _title(own[0])),
-        Column("call", lambda own: call(own[0]), "its place in the list of runs below"),
-        Column("n", len),
-        Column("seconds", lambda own: f"{seconds[id(own[0])].value:.1f}", "the median"),
-        Column("90 %", lambda own: _ends(seconds[id(own[0])]), "Student's interval of the mean"),
-        Column(
-            f"at most {limit_seconds:g} s",
-            lambda own: f"**{_verdict(seconds[id(own[0])], limit_seconds)}**",
-            f"the interval decides, from n = {LEAST_PAIRS} on",
-        ),
-        Column("kernel choices", _choices, "kernels with a stored choice, or tuned in the run"),
-    ]
-    stages: list[Column] = [
-        Column("line", _title),
-        Column("call", call),
-        Column("run", lambda row: row.number),
-        *(Column(words, _end_of(stage)) for stage, words in STAGES.items()),
-    ]
     page = [
         f"# Seconds to the end of the first step: {directory.name}", "",
         "![Seconds to the end of the first step](first_step.png)", "",
         "Every run is a `train.py` of its own, and finds no compiled kernel. All times count from the start of its "
-        "process, in seconds. The data are prepared before.", "",
-        *common.table(lines, groups), "", *common.meanings(lines), "",
+        "process, in seconds. The data are prepared before. *call*: the place in the list of runs below. *90 %*: "
+        f"Student's interval of the mean, which decides from n = {LEAST_PAIRS} on.", "",
+    ]  # fmt: skip
+    points: dict[str, list[Point]] = {}
+    cells = []
+    for own in groups:
+        found, call = estimate([row.seconds for row in own], ratios=False), _call(own[0], calls)
+        ends = "-" if found.low is None else f"{found.low:.1f} to {found.high:.1f}"
+        verdict = f"**{_verdict(found, limit_seconds)}**"
+        cells.append((_title(own[0]), call, found.n, f"{found.value:.1f}", ends, verdict, _choices(own)))
+        point = Point(_title(own[0]), found.value, found.low, found.high, f"{found.value:.1f} s, n = {found.n}")
+        points.setdefault(f"call {call}", []).append(point)
+    heads = ("line", "call", "n", "seconds, median", "90 %", f"at most {limit_seconds:g} s", "kernel choices")
+    stages = [Column("line", _title), Column("call", lambda row: _call(row, calls)), Column("run", "number:d")]
+    stages += [Column(words, _end_of(stage)) for stage, words in STAGES.items()]
+    page += [
+        *Table(heads, cells, words=("line", *heads[5:])).markdown(), "",
         "## Every run", "", "The end of each stage. Weights are drawn while kernels are compiled.", "",
         *common.table(stages, rows), "",
         *(f"* {_title(own[0])}: `{own[0].line}`" for own in common.grouped(rows, key=lambda row: row.line)), "",
     ]  # fmt: skip
-    points: dict[str, list[Point]] = {}
-    for own in groups:
-        found, heading = seconds[id(own[0])], f"call {call(own[0])}" if len(calls) > 1 else "all runs"
-        note = f"{found.value:.1f} s, n = {found.n}"
-        points.setdefault(heading, []).append(Point(_title(own[0]), found.value, found.low, found.high, note))
     axis = f"seconds from the command, median; bars: 90 % intervals of the mean; line: {limit_seconds:g} s, as asked"
-    figure = common.forest(
-        points, "From the command to the end of the first step, without compiled kernels", axis, limit_seconds
-    )
+    figure = common.forest(points, "The end of the first step, without compiled kernels", axis, limit_seconds)
     path = common.write_page(directory / "first_step.md", page, directory, calls)
     return [path, save(figure, directory / "first_step.png")]
+
+
+def _call(row: Row, calls: Sequence[str]) -> str:
+    return str(calls.index(row.run) + 1) if row.run in calls else "-"
 
 
 def _title(row: Row) -> str:
@@ -264,10 +242,6 @@ def _title(row: Row) -> str:
 
 def _end_of(stage: str) -> Callable[[Row], str]:
     return lambda row: show(row.at(stage), ".1f")
-
-
-def _ends(found: Estimate) -> str:
-    return "-" if found.low is None else f"{found.low:.1f} to {found.high:.1f}"
 
 
 def _verdict(found: Estimate, limit_seconds: float) -> str:

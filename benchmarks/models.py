@@ -371,9 +371,7 @@ def _record_times(row: Row, own: Row | None, seed: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------- the page
 COLUMNS: list[Column] = [
-    Column(
-        "loss", lambda row: f"`{row.loss}`", f"`{OWN}` is transformers' own; liger and cce_… are put into the model"
-    ),
+    Column("loss", lambda row: f"`{row.loss}`", f"`{OWN}` is transformers' own; the others are put into the model"),
     Column("n", lambda row: row.rounds, "rounds; times and ratios are medians over them"),
     Column("step, ms", "step_ms:.1f", "forward, backward and AdamW"),
     Column("/ standard", "ratio:.3f", f"time divided by that of `{OWN}` in the same round"),
@@ -400,12 +398,11 @@ def write_report(directory: Path) -> list[Path]:
     for own in common.grouped(rows, key=lambda row: row.problem):
         first, title = own[0], f"{own[0].model}, {own[0].batch} x {own[0].seq} tokens"
         checkpointed = "with" if first.checkpointing else "without"
-        lines += [
-            f"## {title}", "",
-            f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary entries, "
-            f"{first.dtype}, {checkpointed} gradient checkpointing.", "",
-            *common.table(COLUMNS, [row for row in own if row.status == "ok"]), "", *common.not_measured(own), "",
-        ]  # fmt: skip
+        sizes = (
+            f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary entries"
+        )
+        about = f"{sizes}, {first.dtype}, {checkpointed} gradient checkpointing."
+        lines += common.section(title, about, COLUMNS, own)
         groups[title] = [
             Point(
                 row.loss, row.ratio, row.ratio_low, row.ratio_high,

@@ -13,7 +13,6 @@ from linrnn.core.files import write_json, write_text
 from linrnn.core.machine import slug
 from linrnn.core.plot_style import save
 from linrnn.core.tables import show
-from linrnn.costs.utilisation import mfu_of_summary
 from linrnn.runs.intervals import Estimate, estimate
 
 AnyRow = TypeVar("AnyRow")
@@ -204,32 +203,16 @@ def write_pages(directory: Path) -> list[Path]:
     return paths
 
 
-def two_digits(value: float | None) -> str:
-    """A positive number with two significant digits, never as a power of ten; `-` where there is none."""
-    if value is None:
-        return "-"
-    rounded = float(f"{value:.2g}")
-    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:#.2g}" if rounded >= 1e-4 else "0"
-
-
-_COLLECTIVES: list[Column] = [
-    Column(
-        "operation", lambda row: row.operation, "with nothing beside it; its figures are printed without an interval"
-    ),
-    Column("GPUs", lambda row: row.ranks),
-    Column("MiB", lambda row: row.mib, "size of the whole tensor, fp32; 0: one number a rank"),
-    Column("ms", lambda row: two_digits(row.ms)),
-    Column(
-        "GB/s",
-        lambda row: two_digits(row.gb_per_second),
-        "what a rank sends in a ring: (W − 1) / W of the whole tensor, for an all-reduce twice that",
-    ),
+_COLLECTIVES = [
+    Column("operation", "operation:", "alone on the links"),
+    Column("GPUs", "ranks:d"),
+    Column("MiB", "mib:d", "size of the whole tensor, fp32; 0: one number a rank"),
+    Column("ms", "ms:.3g"),
+    Column("GB/s", "gb_per_second:.3g", "sent in a ring: (W − 1) / W of the tensor, for an all-reduce twice that"),
 ]
-_LOSSES: list[Column] = [
-    Column(
-        "N × D × V", lambda row: f"{row.tokens} × {row.width} × {row.vocabulary}", "the ranks share tokens and head"
-    ),
-    Column("GPUs", lambda row: row.ranks),
+_LOSSES = [
+    Column("N × D × V", lambda row: f"{row.tokens} × {row.width} × {row.vocabulary}", "tokens and head are shared"),
+    Column("GPUs", "ranks:d"),
     Column("ms", "ms:.1f", "forward and backward pass of `cce_kahan`, bf16, peaked logits"),
     Column("ms on one", "ms_alone:.1f", "one GPU does everything"),
     Column("ms of a shard", "ms_shard:.1f", "one GPU: all tokens and one rank's rows of the head"),
@@ -240,41 +223,19 @@ _LOSSES: list[Column] = [
     Column("dE", "error_hidden:.1e", "relative error of the gradient against one GPU's"),
     Column("dC", "error_weight:.1e", "likewise"),
 ]
-
-
-def _steps(device: str) -> list[Column]:
-    def mfu(row: StepRow, name: str) -> str:
-        speed = row.sequences_of_rank * row.seq_len / row.step_ms * 1e3  # of one GPU
-        of_rank = {**vars(row), "device": device, "tokens_per_second": speed, "world_size": 1}
-        return two_digits(mfu_of_summary(of_rank)[name])
-
-    return [
-        Column("model", lambda row: f"{row.model} {row.size}", "trained with `loss=cce_kahan` and AdamW"),
-        Column("parallel", lambda row: row.method),
-        Column(
-            "scaling", lambda row: row.scaling,
-            "`alone`: one GPU; `weak`: each rank keeps its sequences; `strong`: the ranks share them",
-        ),
-        Column("GPUs", lambda row: row.ranks),
-        Column("B of a rank", lambda row: row.sequences_of_rank, "sequences of a rank in one step"),
-        Column("ms", "step_ms:.0f", "of a step, of the slowest rank"),
-        Column(
-            "host ms", "host_ms:.0f",
-            "in which the host issues a step; if that is nearly the whole step, the GPU waits for the host",
-        ),
-        Column("tokens/s", lambda row: f"{float(f'{row.tokens_per_second:.3g}'):,.0f}"),
-        Column(
-            "efficiency", lambda row: row.efficiency_in_words,
-            "tokens/s against as many GPUs alone, each with the B of the row `alone`",
-        ),
-        Column("MFU", lambda row: mfu(row, "mfu"), "share of the GPU's peak FLOPs"),
-        Column("by 6N", lambda row: mfu(row, "mfu_6n"), "likewise, counting six FLOPs a parameter and token"),
-        Column(
-            "GiB", lambda row: row.memory,
-            "peak memory of a rank; with ≥ the row lacks gradients of DDP's row before, which NCCL still held",
-        ),
-        Column("GiB sent", "sent_gib:.2f", "by a rank in a step, from formulas"),
-    ]  # fmt: skip
+_STEPS = [
+    Column("model", lambda row: f"{row.model} {row.size}", "trained with `loss=cce_kahan` and AdamW"),
+    Column("parallel", "method:"),
+    Column("scaling", "scaling:", "`weak`: each rank keeps its sequences; `strong`: the ranks share them"),
+    Column("GPUs", "ranks:d"),
+    Column("B of a rank", "sequences_of_rank:d", "sequences of a rank in one step"),
+    Column("ms", "step_ms:.0f", "of a step, of the slowest rank"),
+    Column("host ms", "host_ms:.0f", "in which the host issues a step; near *ms* the GPU waits for the host"),
+    Column("tokens/s", "tokens_per_second:,.0f"),
+    Column("efficiency", "efficiency_in_words:", "tokens/s against as many GPUs `alone`"),
+    Column("GiB", "memory:", "peak of a rank; ≥: without gradients of DDP's row before, which NCCL still held"),
+    Column("GiB sent", "sent_gib:.2f", "by a rank in a step, from formulas"),
+]
 
 
 def markdown(runs: Sequence[Measured], picture: str | None = None) -> str:
@@ -288,7 +249,7 @@ def markdown(runs: Sequence[Measured], picture: str | None = None) -> str:
     ]  # fmt: skip
     lines += _section("Collectives", _COLLECTIVES, [run.collectives for run in runs])
     lines += _section("The vocabulary-parallel loss", _LOSSES, [run.loss for run in runs])
-    lines += _section("Training steps", _steps(runs[0].device), [run.steps for run in runs])
+    lines += _section("Training steps", _STEPS, [run.steps for run in runs])
     listed = [
         {"command": run.command, "environment": {"gpus": [], "cpu": run.device} | run.environment} for run in runs
     ]

@@ -5,20 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import (
-    Column,
-    Point,
-    forest,
-    grouped,
-    interval,
-    last_rows,
-    meanings,
-    not_measured,
-    runs_of,
-    table,
-    time_and_memory,
-    write_page,
-)
+from benchmarks import common
+from benchmarks.common import Column, Point, grouped, interval, section
 from linrnn.core.plot_style import save
 from linrnn.core.tables import show
 from linrnn.runs.intervals import Estimate, estimate
@@ -112,7 +100,7 @@ def read_rows(directory: Path) -> list[Row]:
     Raises:
         DataError: nothing was measured, or the file is damaged.
     """
-    return last_rows(directory, Row, key=lambda row: (row.line, row.loss))
+    return common.last_rows(directory, Row, key=lambda row: (row.line, row.loss))
 
 
 # --------------------------------------------------------------------------------------------------------- titles
@@ -211,16 +199,12 @@ def write_report(directory: Path) -> list[Path]:
         "One model and one optimizer serve all losses of a table. Weights and tokens are random, unless the line has "
         "`init_from` or `data`. In a round every loss has a turn of a few consecutive steps, in shuffled order. "
         "`rows.jsonl` holds the times of every round.", "",
-        *meanings(columns), "",
+        *common.meanings(columns), "",
     ]  # fmt: skip
-    ids = [run["id"] for run in runs_of(directory, [row.run for row in rows])]
+    ids = [run["id"] for run in common.runs_of(directory, [row.run for row in rows])]
     for own in grouped(rows, key=lambda row: row.line):
-        ran = [row for row in own if row.status == "ok"]
-        lines += [f"## {titles[own[0].line]}", "", _about(own, ids), ""]
-        lines += [*table(columns, ran), ""] if ran else []
-        remarks = [*not_measured(own), *_remarks(own)]
-        lines += [*remarks, *([""] if remarks else [])]
-    return [write_page(directory / "steps.md", lines, directory, ids), *pictures]
+        lines += section(titles[own[0].line], _about(own, ids), columns, own, *_remarks(own))
+    return [common.write_page(directory / "steps.md", lines, directory, ids), *pictures]
 
 
 def _about(rows: Sequence[Row], ids: Sequence[str]) -> str:
@@ -264,7 +248,7 @@ def picture(rows: Sequence[Row]) -> object:
         points = [
             Point(
                 f"{row.loss}, {row.batch} x {row.seq:,}" if shown else row.loss,
-                row.ratio, row.ratio_low, row.ratio_high, time_and_memory(row.step_ms, row.peak_gib),
+                row.ratio, row.ratio_low, row.ratio_high, common.time_and_memory(row.step_ms, row.peak_gib),
             )
             for row in own
             if _drawn(row) and row.ratio is not None
@@ -273,4 +257,4 @@ def picture(rows: Sequence[Row]) -> object:
             groups[titles[own[0].line]] = points
     what = "time for equally many tokens" if several else "step, time"
     axis = f"{what} / {BASELINE} in the same round (better: left); bars: 90 % intervals"
-    return forest(groups, "Training steps, the loss alone exchanged", axis)
+    return common.forest(groups, "Training steps, the loss alone exchanged", axis)
