@@ -186,17 +186,10 @@ def meanings(columns: Sequence[Column]) -> list[str]:
 
 def section(heading: str, about: str, columns: Sequence[Column], rows: Sequence[Any], *remarks: str) -> list[str]:
     """A heading, a line about the rows, their table, and below it the losses without figures and further remarks."""
-    ran = [row for row in rows if row.status == "ok"]
-    below = [*not_measured(rows), *remarks]
-    return [
-        f"## {heading}",
-        "",
-        about,
-        "",
-        *([*table(columns, ran), ""] if ran else []),
-        *below,
-        *([""] if below else []),
-    ]
+    lines, ran = [f"## {heading}", "", about, ""], [row for row in rows if row.status == "ok"]
+    lines += [*table(columns, ran), ""] if ran else []
+    below = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in rows if row.status != "ok"] + [*remarks]
+    return [*lines, *below, *([""] if below else [])]
 
 
 def interval(low: float | None, high: float | None, form: str = ".3f") -> str:

@@ -333,18 +333,18 @@ def record_total(
     row.rounds, row.rounds_ms = len(total_ms), total_ms.tolist()
     quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
     row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
-    row.ratio_to_product, row.ratio_to_product_low, row.ratio_to_product_high = _ratio(total_ms / one_ms, seed)
-    if len(three_ms):
-        found = _ratio(total_ms / three_ms, seed)
-        row.ratio_to_three_products, row.ratio_to_three_products_low, row.ratio_to_three_products_high = found
+    for name, unit_ms in (("product", one_ms), ("three_products", three_ms)):
+        if len(unit_ms):
+            _set_ratio(row, name, total_ms / unit_ms, seed)
     if baseline is not None:
-        found = _ratio(total_ms / np.array(baseline.forward_backward_ms), seed)
-        row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high = found
+        _set_ratio(row, "compiled", total_ms / np.array(baseline.forward_backward_ms), seed)
 
 
-def _ratio(ratios: np.ndarray, seed: int) -> tuple[float, float, float]:
+def _set_ratio(row: Row, name: str, ratios: np.ndarray, seed: int) -> None:
     """Median and the ends of its interval."""
-    return float(np.median(ratios)), *interval_of_median(ratios, seed)
+    found = float(np.median(ratios)), *interval_of_median(ratios, seed)
+    for end, value in zip(("", "_low", "_high"), found, strict=True):
+        setattr(row, f"ratio_to_{name}{end}", value)
 
 
 def _record_clocks(row: Row, clocks: list[dict[str, Any]]) -> None:

@@ -250,13 +250,7 @@ class Bench:
     """One model, its optimizer and its batch."""
 
     def __init__(
-        self,
-        config: BenchConfig,
-        name: str,
-        overrides: dict[str, str],
-        batch: int,
-        seq: int,
-        device: torch.device,
+        self, config: BenchConfig, name: str, overrides: dict[str, str], batch: int, seq: int, device: torch.device
     ) -> None:
         torch.manual_seed(config.seed)
         self.config, self.device = config, device
@@ -398,19 +392,14 @@ def write_report(directory: Path) -> list[Path]:
     for own in common.grouped(rows, key=lambda row: row.problem):
         first, title = own[0], f"{own[0].model}, {own[0].batch} x {own[0].seq} tokens"
         checkpointed = "with" if first.checkpointing else "without"
-        sizes = (
-            f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary entries"
-        )
-        about = f"{sizes}, {first.dtype}, {checkpointed} gradient checkpointing."
+        about = f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary "
+        about += f"entries, {first.dtype}, {checkpointed} gradient checkpointing."
         lines += common.section(title, about, COLUMNS, own)
         groups[title] = [
-            Point(
-                row.loss, row.ratio, row.ratio_low, row.ratio_high,
-                common.time_and_memory(row.step_ms, row.peak_gib),
-            )
+            Point(row.loss, row.ratio, row.ratio_low, row.ratio_high, common.time_and_memory(row.step_ms, row.peak_gib))
             for row in own
             if row.ratio is not None and row.loss != OWN
-        ]  # fmt: skip
+        ]
     head, paths = [f"# Training steps of Hugging Face models: {directory.name}", ""], []
     if groups := {title: points for title, points in groups.items() if points}:
         axis = f"step, time / {OWN}'s in the same round (better: left); bars: 95 % intervals"

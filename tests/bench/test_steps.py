@@ -15,7 +15,7 @@ from graph_stand_in import Graphs
 from benchmarks import steps
 from benchmarks.common import append_rows
 from benchmarks.steps_lines import Start, parse_line
-from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows, title_of, write_report
+from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows, write_report
 from benchmarks.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
@@ -285,20 +285,6 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
         read_rows(tmp_path / "none")
 
 
-def test_a_heading_names_a_shared_projection_once() -> None:
-    line, label = f"{ROW.line} model.shared_projection_rank=512", "gla shared_projection_rank=512"
-    assert title_of(line, label, "1b3", 8, 2048, 128_256) == f"{label} 1b3, 8 x 2,048 tokens, V = 128,256"
-
-
-def test_the_clock_is_read_once_a_turn_and_stands_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = iter([1980.0, None, 1755.0, 1800.0])
-    monkeypatch.setattr(steps, "gpu_state", lambda _: {"sm_mhz": next(clocks)})
-    rows = measured(tmp_path, "rounds=2", "losses=[]")
-    assert sorted(mhz for row in rows for mhz in row.sm_mhz) == [1755, 1800, 1980]
-    page = write_report(tmp_path)[0].read_text()
-    assert "* The GPU's clock was 1,755 to 1,980 MHz, read in untimed steps.\n" in page
-
-
 @pytest.mark.gpu
 def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
     line = GLA.replace("fp32", "auto")
@@ -347,12 +333,6 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
     assert (
         "| sequences | where they differ, ratios are for equally many tokens |" in write_report(tmp_path)[0].read_text()
     )
-
-
-@pytest.mark.parametrize("sizes", ["[2,1]", "[2,1,0]", "[2,1,1,1]"])
-def test_a_batch_for_each_loss_or_for_none(sizes: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not give a number of sequences to each of compiled, standard"):
-        measured(tmp_path, "losses=[standard,cce_kahan]", f"batch_sizes={sizes}")
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)
