@@ -1,4 +1,4 @@
-"""Both packages: sdist and wheel of the kernels are built, checked and run alone, and linrnn's wheel stands beside it."""
+"""Both packages: the kernels' sdist and wheel are built, checked and run alone, beside the wheel of linrnn."""
 
 import re
 import subprocess
