@@ -62,6 +62,23 @@ def test_it_is_strict_json_without_secrets_names_or_paths(monkeypatch):
         assert not private or private not in text
 
 
+def test_the_code_of_both_packages_has_a_hash_of_its_source(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("x = 1")
+    (tmp_path / "a" / "notes.txt").write_text("no code")
+    before = environment.hash_of_source(tmp_path)
+    (tmp_path / "a" / "notes.txt").write_text("still none")
+    assert environment.hash_of_source(tmp_path) == before
+    (tmp_path / "a" / "b.py").write_text("x = 2")
+    changed = environment.hash_of_source(tmp_path)
+    (tmp_path / "a" / "b.py").rename(tmp_path / "a" / "c.py")
+    assert len({before, changed, environment.hash_of_source(tmp_path)}) == 3
+    assert describe_environment()["code"] == {
+        "linrnn": environment.hash_of_source(ROOT / "src" / "linrnn"),
+        "cce_kernels": environment.hash_of_source(ROOT / "kernels" / "cce_kernels"),
+    }
+
+
 def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(repository):
     module = repository / "src" / "module.py"
     state = environment._git_state(module)

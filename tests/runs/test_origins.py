@@ -54,7 +54,45 @@ def test_a_record_of_another_kind_is_refused(content: str, tmp_path: Path) -> No
 
 
 def environment(**choices: str) -> dict[str, Any]:
-    return {"cuda": "13.0", "kernel_choices": {"fingerprint": str(hash(str(choices))), "choices": choices}}
+    return {
+        "packages": {"torch": "2.13"},
+        "kernel_choices": {"fingerprint": str(hash(str(choices))), "choices": choices},
+    }
+
+
+CODE = {"linrnn": "a" * 12, "cce_kernels": "b" * 12}
+RECORDED: dict[str, Any] = {
+    "packages": {"torch": "2.13", "triton": "3.7", "flash-linear-attention": "0.6.0", "wandb": "0.27"},
+    "gpus": [{"name": "H200"}],
+    "gpu_driver": "580",
+    "cpu": "Xeon",
+    "code": CODE,
+    "git": {"commit": "1" * 40, "dirty": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"git": {"commit": "2" * 40, "dirty": True}}, []),  # a commit in between, or a file beside the code
+        ({"packages": {**RECORDED["packages"], "wandb": "0.28"}}, []),
+        ({"gpu_driver": "590", "cpu": "EPYC"}, []),
+        ({"code": {**CODE, "linrnn": "c" * 12}}, ["code of linrnn"]),  # at one commit, uncommitted
+        ({"code": {**CODE, "cce_kernels": "c" * 12}}, ["code of cce_kernels"]),
+        ({"packages": {**RECORDED["packages"], "triton": "3.6"}}, ["triton"]),
+        ({"gpus": [{"name": "H100"}]}, ["device"]),
+        ({"gpus": []}, ["device"]),
+        ({"cuda_allocator": "expandable_segments:True"}, ["cuda_allocator"]),
+    ],
+)
+def test_two_origins_are_told_apart_by_what_computes(change: dict[str, Any], found: list[str]) -> None:
+    assert differing([RECORDED, {**RECORDED, **change}]) == found
+
+
+def test_the_commit_stands_for_code_that_was_not_recorded() -> None:
+    one, other = ({"git": {"commit": commit}} for commit in ("1", "2"))
+    assert differing([one, one]) == []
+    assert differing([one, other]) == ["commit"]
 
 
 def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
@@ -62,11 +100,16 @@ def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
     assert same_origin(one, other) == ["kernel_choices"]
     assert differing([environment(scan="BK=64"), one, other]) == ["kernel_choices"]
     assert contradicting_kernels([one, other]) == ["norm"]
-    assert differing([one, {**other, "cuda": "12.8"}]) == ["cuda", "kernel_choices"]
+    assert differing([one, {**other, "packages": {"torch": "2.11"}}]) == ["torch", "kernel_choices"]
 
 
 @pytest.mark.parametrize(
-    "other", [environment(scan="BK=64"), {"cuda": "13.0", "kernel_choices": None}, {"cuda": "13.0"}]
+    "other",
+    [
+        environment(scan="BK=64"),
+        {"packages": {"torch": "2.13"}, "kernel_choices": None},
+        {"packages": {"torch": "2.13"}},
+    ],
 )
 def test_other_kernels_contradict_nothing(other: dict[str, Any]) -> None:
     """Another model or batch has other kernels. Earlier versions and CPUs have no record of them."""

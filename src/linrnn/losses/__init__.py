@@ -16,8 +16,11 @@ from linrnn.losses.registry import (
     register_loss,
 )
 
+KERNELS = "cce_kernels"  # the package of this project that losses of ours call
+
 __all__ = [
     "IGNORE_INDEX",
+    "KERNELS",
     "LossBackend",
     "LossOutput",
     "apple_variants",

@@ -7,6 +7,7 @@ paths as they were given, apart from those that :func:`command_line` shortens.
 
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -24,6 +25,7 @@ from linrnn.config import CONFIG_DIR, settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import cores
+from linrnn.losses import KERNELS
 from linrnn.models import tuning
 from linrnn.runs.provenance import Process
 
@@ -134,9 +136,34 @@ def describe_environment() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_cores": cores(),
         "torch_threads": torch.get_num_threads(),
+        "code": code_hashes(),
         "git": _git_state(Path(__file__)),
         "kernel_choices": tuning.used(),
     }
+
+
+@functools.cache
+def code_hashes() -> dict[str, str]:
+    """Twelve digits of a hash of the source text of each package that computes a run, where it is imported from.
+
+    Two runs of one hash ran the same code, whatever the commit or the rest of the working tree.
+    """
+    return {package: hash_of_source(_folder(package)) for package in ("linrnn", KERNELS)}
+
+
+def hash_of_source(folder: Path) -> str:
+    """Of every Python file below `folder`: their paths and texts."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:

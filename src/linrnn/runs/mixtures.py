@@ -1,11 +1,13 @@
-"""The origin of figures: the environment of their run. Tells whether two origins agree."""
+"""The origin of figures: which code, on which device. Tells whether two origins agree.
 
-from collections.abc import Iterable
+The commit does not count, nor what stands in the working tree beside the two packages: only the source that computes.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Two runs, or two processes of one run, must share these for their figures to stand in one table.
-SAME_ORIGIN = ("packages", "gpus", "cuda", "cuda_allocator", "gpu_driver", "cpu", "git")
+COMPUTING = ("torch", "triton", "flash-linear-attention")  # packages whose versions belong to an origin
 # Its choices of kernels must not contradict each other: another model or batch may need further ones.
 CHOICES = "kernel_choices"
 # Keys of an entry of environment.json that describe the process and not its environment.
@@ -36,19 +38,37 @@ def read_origin(content: dict[str, Any]) -> Origin:
     return Origin(kept, tuple(differing(trained)))
 
 
-def same_origin(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What two environments must share for their figures to stand in one table, by what it is called in a warning.
+
+    The source of both packages, by its hash; where none was recorded, the commit stands for it. The versions of
+    COMPUTING, the GPUs' names (without one, the CPU's), and the CUDA allocator, which decides what fits.
+    """
+    gpus, packages = environment.get("gpus") or [], environment.get("packages") or {}
+    code = {f"code of {package}": digest for package, digest in (environment.get("code") or {}).items()}
+    return {
+        **(code or {"commit": (environment.get("git") or {}).get("commit")}),
+        **{package: packages.get(package) for package in COMPUTING},
+        "device": sorted({gpu["name"] for gpu in gpus}) or environment.get("cpu"),
+        "cuda_allocator": environment.get("cuda_allocator"),
+    }
+
+
+def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of :func:`identity` in which not all environments agree, and CHOICES if two contradict each other."""
+    every = list(environments)
+    own = [identity(environment) for environment in every]
+    keys = dict.fromkeys(key for one in own for key in one)
+    found = [key for key in keys if any(one.get(key) != own[0].get(key) for one in own)]
+    return found + ([CHOICES] if contradicting_kernels(every) else [])
+
+
+def same_origin(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The keys in which two environments differ, as :func:`differing` gives them."""
     return differing([a, b])
 
 
-def differing(environments: Iterable[dict[str, Any]]) -> list[str]:
-    """The keys of SAME_ORIGIN in which not all environments agree, and CHOICES if two choices contradict each other."""
-    every = list(environments)
-    found = [key for key in SAME_ORIGIN if any(one.get(key) != every[0].get(key) for one in every)]
-    return found + ([CHOICES] if contradicting_kernels(every) else [])
-
-
-def contradicting_kernels(environments: Iterable[dict[str, Any]]) -> list[str]:
+def contradicting_kernels(environments: Iterable[Mapping[str, Any]]) -> list[str]:
     """The kernels, with their keys, that ran with different configurations."""
     chosen: dict[str, set[str]] = {}
     for environment in environments:
