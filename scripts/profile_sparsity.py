@@ -11,9 +11,9 @@ from linrnn.core.errors import ConfigError
 def main(config: ProfileSparsityConfig) -> None:
     import torch
 
+    from linrnn.inference import sparsity
     from linrnn.inference.load import open_reading
     from linrnn.models import tuning
-    from linrnn.study import sparsity
 
     if not config.checkpoints:
         raise ConfigError("checkpoints=[] names no run", "name runs or checkpoints: checkpoints=[results/default/RUN]")

@@ -1,11 +1,11 @@
-"""Write a group's report (verdicts, plots, tables) in Markdown and HTML: `python scripts/report.py group=mve`."""
+"""Write a group's report in Markdown and HTML: `python scripts/report.py group=mve`."""
 
 from linrnn.config.cli import run
 from linrnn.config.schema import ReportConfig
 
 
 def main(config: ReportConfig) -> None:
-    from linrnn.study.report import make_report
+    from linrnn.report import make_report
 
     paths = make_report(config)
     print(paths[0].read_text(encoding="utf-8"))

@@ -2,10 +2,11 @@
 
 from linrnn.config import CONFIG_DIR
 from linrnn.config.cli import run_plain
-from linrnn.study.figures import draw
 
 
 def main() -> None:
+    from study.pictures import draw
+
     results = CONFIG_DIR.parent / "results"
     for path in draw(results, results / "figures"):
         print(f"wrote {path.relative_to(results.parent)}")

@@ -22,11 +22,11 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
-from linrnn.study.benchmarks.step_speed import step_speeds
-from linrnn.study.criteria import SPEED_AT_LARGEST
 from linrnn.training.checkpoint import found
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
+from study.criteria import SPEED_AT_LARGEST
+from study.step_speed import step_speeds
 
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
 GLA = f"model=gla {SMALL}"
@@ -327,7 +327,7 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
     [verdict] = [
         one.verdict for one in step_speeds(rows) if (one.row.loss, one.verdict.against) == ("cce_kahan", "compiled")
     ]
-    assert verdict.criterion is SPEED_AT_LARGEST
+    assert verdict.target is SPEED_AT_LARGEST
     speeds = [1.5 * base / ms for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
     assert verdict.value == pytest.approx(median(speeds))
     assert (

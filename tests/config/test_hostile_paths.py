@@ -9,7 +9,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
-from linrnn.study.results import read_runs
+from linrnn.report.runs import read_runs
 from linrnn.training.trainer import Trainer
 
 NAME = 'it\'s [mine], a=b {ü} $x 😀 "50%" \\'

@@ -53,7 +53,7 @@ def test_probes_are_training_runs_and_are_not_made_again(small: Small, command: 
     environment = run.with_name("environment.json")
     [process] = json.loads(environment.read_text())["processes"]
     environment.write_text(json.dumps({"processes": [{**process, "packages": {"torch": "99"}}]}))
-    with pytest.raises(ConfigError, match="was made with another .*torch"):  # an answer is of one origin
+    with pytest.raises(ConfigError, match=r"was made with another .*torch"):  # an answer is of one origin
         search()
     environment.write_text(json.dumps({"processes": [process]}))
     own[own.index("warmup_steps=1")] = "warmup_steps=2"

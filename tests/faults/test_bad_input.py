@@ -15,7 +15,7 @@ from forked import run_script, start
 from linrnn.config import last_of_each, load_config
 from linrnn.config.outputs import check_outputs
 from linrnn.core.errors import DataError, LinrnnError, OutOfMemoryError, StorageError, UnsupportedError
-from linrnn.study.results import read_runs
+from linrnn.report.runs import read_runs
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from linrnn.config import load_config
-from linrnn.inference import generate
+from linrnn.inference import generate, sparsity
 from linrnn.models.tuning import progress
-from linrnn.study import sparsity
 from linrnn.training import evaluation
 from linrnn.training.trainer import Trainer
 

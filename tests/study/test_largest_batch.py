@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from linrnn.core.errors import DataError
-from linrnn.study.benchmarks.largest_batch import Search, batch_verdicts, searches
-from linrnn.study.results import read_committed
+from linrnn.report.runs import read_committed
+from study.searches import Search, batch_verdicts, searches
 
 GROUP = Path(__file__).resolve().parents[2] / "results" / "summaries" / "largest_h100_gated_deltanet"
 

@@ -11,8 +11,8 @@ import pytest
 
 from linrnn.config import load_config
 from linrnn.experiments.breakdown import measure, to_json
-from linrnn.study.notebook import COMMITTED, execute
 from linrnn.training.trainer import Trainer
+from study.notebook import FOLDERS, execute
 
 nbclient = pytest.importorskip("nbclient", reason="pip install 'linrnn[test]'")
 pytest.importorskip("ipykernel", reason="pip install 'linrnn[test]'")
@@ -106,7 +106,7 @@ def test_a_notebook_is_stored_with_what_the_committed_results_say(
     name: str, kernel: KernelManager, tmp_path: Path
 ) -> None:
     """Only the committed rows are used, as in a fresh clone, even if there are other results here."""
-    for directory in COMMITTED:
+    for directory in FOLDERS:
         (tmp_path / directory).symlink_to(ROOT / "results" / directory)
     stored, now = shown(read(name)), shown(run_all(name, kernel, tmp_path))
     assert stored == now, "python scripts/maintain/execute_notebooks.py stores them anew"

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
-from linrnn.study.benchmarks.line_ratios import line_ratios
-from linrnn.study.benchmarks.step_speed import HOST, StepSpeed, names_of, step_speeds
-from linrnn.study.criteria import SPEED, SPEED_AT_LARGEST
+from study.criteria import SPEED, SPEED_AT_LARGEST
+from study.line_ratios import line_ratios
+from study.step_speed import HOST, StepSpeed, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
@@ -30,10 +30,10 @@ def test_the_ratio_is_of_tokens_per_second_and_each_round_is_a_pair() -> None:
     eager = times(ROW, 1.2, loss="standard")
     speeds = found(replace(ROW, loss=AGAIN), eager, times(ROW, 0.9, loss="cce_kahan"))
     ours = speeds["cce_kahan", "compiled"]
-    assert (ours.verdict.value, ours.verdict.n, ours.verdict.verdict) == (pytest.approx(1 / 0.9), 5, "met")
+    assert (ours.verdict.value, ours.verdict.n, ours.verdict.verdict) == (pytest.approx(1 / 0.9), 5, "reached")
     assert ours.attainable == pytest.approx(100 / 80), "a loss layer of 20 ms in a step of 100"
     assert speeds["cce_kahan", "standard"].verdict.value == pytest.approx(1.2 / 0.9)
-    assert speeds["standard", "compiled"].verdict.verdict == "missed"
+    assert speeds["standard", "compiled"].verdict.verdict == "not reached"
     assert [against for backend, against in speeds if backend == AGAIN] == ["compiled"], "the control"
     assert speeds[AGAIN, "compiled"].verdict.value == 1
 
@@ -46,13 +46,13 @@ def test_what_shares_no_process_with_its_baseline_has_no_verdict() -> None:
 def test_a_step_that_waits_for_the_host_decides_nothing() -> None:
     slow = times(ROW, 1.0, loss="cce_kahan", host_ms=[99.0] * 5)
     verdict = found(slow)["cce_kahan", "compiled"].verdict
-    assert (verdict.verdict, verdict.remark) == ("undecided", HOST)
+    assert (verdict.verdict, verdict.remark) == ("inconclusive", HOST)
 
 
 def test_four_rounds_decide_nothing() -> None:
     few = {"wall_ms": ROW.wall_ms[:4], "host_ms": ROW.host_ms[:4]}
     [speed] = step_speeds([replace(ROW, **few), replace(ROW, loss="cce_kahan", **few)])  # type: ignore[arg-type]
-    assert (speed.verdict.verdict, speed.verdict.remark) == ("undecided", "n = 4, needs 5")
+    assert (speed.verdict.verdict, speed.verdict.remark) == ("inconclusive", "n = 4, needs 5")
 
 
 def test_a_line_is_named_by_what_tells_it_apart() -> None:
@@ -80,8 +80,8 @@ def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_ba
     own += [replace(own[0], loss="standard", batch=5), replace(own[0], loss="cce_kahan", batch=8)]
     assert names_of(own) == {line: "GLA 1b3, 8 / 5 / 8 x 2,048"}
     speeds = step_speeds(own)
-    assert {one.verdict.criterion for one in speeds} == {SPEED_AT_LARGEST}, "also where two batches are equal"
-    assert {one.verdict.criterion for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
+    assert {one.verdict.target for one in speeds} == {SPEED_AT_LARGEST}, "also where two batches are equal"
+    assert {one.verdict.target for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
 
 
 def test_lines_are_compared_by_their_times_and_gains() -> None:
@@ -92,12 +92,12 @@ def test_lines_are_compared_by_their_times_and_gains() -> None:
     assert table.columns == ("line", "loss", "step's time (90 %)", "gain over `compiled` (90 %)")
     assert {line for line, *_ in table.rows} == {"GLA 1b3, model.chunk_size=128"}
     cells = {loss: [str(cell).split(" (")[0] for cell in of_loss] for _, loss, *of_loss in table.rows}
-    assert cells == {"`compiled`": ["1.100", "-"], "`cce_kahan`": ["1.210", "**missed**: 0.909"]}
+    assert cells == {"`compiled`": ["1.100", "-"], "`cce_kahan`": ["1.210", "**not reached**: 0.909"]}
     few = [replace(row, wall_ms=row.wall_ms[:4], host_ms=row.host_ms[:4]) for row in rows]
-    assert str(line_ratios(few, "GLA 1b3").rows[1][3]).startswith("**undecided**: 0.9"), "four rounds decide nothing"
+    assert str(line_ratios(few, "GLA 1b3").rows[1][3]).startswith("**inconclusive**: 0.9"), "four rounds decide nothing"
     again = replace(ROW, loss=AGAIN)
     assert line_ratios([*rows, again], "GLA 1b3").rows[1] == table.rows[1]
     drifting = line_ratios([*rows, times(again, 0.98)], "GLA 1b3").rows[1]
-    assert str(drifting[3]).startswith("**undecided**: 0.909"), "compiled differs from itself"
+    assert str(drifting[3]).startswith("**inconclusive**: 0.909"), "compiled differs from itself"
     with pytest.raises(ConfigError, match="no line has this name"):
         line_ratios(rows, "GLA 350m")

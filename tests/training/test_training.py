@@ -341,8 +341,8 @@ def test_a_trace_that_would_hold_no_step_is_refused_and_the_values_named_give_on
 
 
 def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) -> None:
-    from linrnn.study.report import write_report
-    from linrnn.study.results import read_runs
+    from linrnn.report import write_report
+    from linrnn.report.runs import read_runs
 
     for loss in ("standard", "cce_kahan"):
         trained(small(f"loss={loss}", "group=pair", "trainer.max_steps=50"))

@@ -386,12 +386,14 @@ class Config:
 class SweepConfig:
     """A sweep: a list of grids, whose points run in this order.
 
-    A grid maps keys or groups to lists of values. Its points are all combinations of these values.
+    A grid maps keys or groups to lists of values. Its points are all combinations of these values. `targets` are what
+    a report asks of the runs (linrnn.report.targets).
     """
 
     name: str = plain_name()
     overrides: list[str]
     grids: list[dict[str, list[Any]]]
+    targets: list[dict[str, Any]] = field(default_factory=list)
     ranks: int = at_least(1, default=1)
 
 
@@ -508,8 +510,8 @@ class ReportConfig:
     summary: str | None = input_path()
     results_dir: str = input_path()
     output_dir: str | None = output_path()
+    origins: str = one_of("together", "apart")
     max_batch_group: str = plain_name()
-    breakdowns: str = input_path()
 
 
 # Commands: the schema of each configs/<name>.yaml. linrnn.config.compose.add_command adds those of benchmarks.

@@ -36,6 +36,7 @@ from linrnn.experiments.points import (
     foresee,
     write_summary,
 )
+from linrnn.report.targets import parse_target, store_targets
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
 
@@ -63,6 +64,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         SweepFailure: a point failed, diverged or ran out of memory.
         UnsupportedError: no point can run here.
     """
+    for target in config.sweep.targets:
+        parse_target(target)
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), config.sweep.ranks)
     if launcher and config.share_gpus:
         raise ConfigError("share_gpus=true: jobs of a cluster get GPUs of their own", "leave share_gpus out")
@@ -83,6 +86,9 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
         ahead = with_data_of_hub(ahead, say)
     for line in check_inputs(ahead):
         say(line)
+    if config.sweep.targets:
+        for group in dict.fromkeys(point.directory.parent for point in points):
+            store_targets(config.sweep.targets, group)
     _answer_refused(points, config.retry, say)
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
     if launcher and ahead:

@@ -1,0 +1,9 @@
+"""Reports on a group of runs: report.md, plots, and report.html, a page that needs no other file.
+
+`runs` reads, `verdicts` compares runs by seed, `targets` says what may be asked of a comparison, `summary`, `tables`
+and `remarks` make the content, `page` renders it, and `write` orders it and writes the files.
+"""
+
+from linrnn.report.write import make_report, write_report
+
+__all__ = ["make_report", "write_report"]

@@ -1,0 +1,128 @@
+"""Render a report's sections as Markdown, and as one HTML page that needs no other file and no network."""
+
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup, escape
+
+from linrnn.core.tables import Table
+
+TEMPLATE = "page.html.jinja"
+_MARKS = (  # the marks that the sentences of a report use
+    (re.compile(r"\*\*(.+?)\*\*"), r"<strong>\1</strong>"),
+    (re.compile(r"\*(\w[^*]*?)\*"), r"<em>\1</em>"),
+    (re.compile(r"`(.+?)`"), r"<code>\1</code>"),
+)
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences."""
+
+    items: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def markdown(self) -> list[str]:
+        return [f"* {item}" for item in self.items]
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Lines for a shell."""
+
+    lines: Sequence[str]
+
+    def markdown(self) -> list[str]:
+        return ["```", *self.lines, "```"]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Plots, as files beside report.md."""
+
+    paths: Sequence[Path]
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+    def markdown(self) -> list[str]:
+        return [f"![{title_of(path)}]({path.name})" for path in self.paths]
+
+
+Block = str | Bullets | Commands | Pictures | Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and the blocks below it.
+
+    Attributes:
+        folded: whether the page hides the blocks until a click on the heading.
+    """
+
+    title: str
+    blocks: Sequence[Block]
+    folded: bool = False
+
+
+def to_markdown(title: str, sections: Sequence[Section]) -> str:
+    """The sections as one Markdown document."""
+    lines = [f"# {title}", ""]
+    for section in sections:
+        lines += [f"## {section.title}", ""]
+        for block in section.blocks:
+            content = [block] if isinstance(block, str) else block.markdown()
+            lines += [*content, ""] if content else []
+    return "\n".join(lines)
+
+
+def to_html(title: str, sections: Sequence[Section], source: str, again: str) -> str:
+    """The sections as one HTML page, with inlined pictures.
+
+    Args:
+        source: what the report was read from.
+        again: the command that makes the page again.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"inline": inline, "picture": data_uri, "title_of": title_of, "kind": _kind, "slug": slug}
+    return environment.get_template(TEMPLATE).render(title=title, sections=sections, source=source, again=again)
+
+
+def inline(text: str) -> Markup:
+    """A sentence as HTML: escaped, with bold words, emphasis and code marked up."""
+    marked = str(escape(text))
+    for pattern, replacement in _MARKS:
+        marked = pattern.sub(replacement, marked)
+    return Markup(marked)
+
+
+def data_uri(path: Path) -> str:
+    """A PNG as the `src` of an `img`."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def title_of(path: Path) -> str:
+    """The name of a plot's file in words."""
+    return path.stem.replace("_", " ")
+
+
+def slug(title: str) -> str:
+    """A heading as an anchor."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _kind(block: Block) -> str:
+    """The name of the template's form for a block."""
+    return "paragraph" if isinstance(block, str) else type(block).__name__.lower()

@@ -1,0 +1,374 @@
+"""Read back what was measured: runs, the rows of reports, and largest batches."""
+
+import dataclasses
+import json
+import lzma
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.errors import DataError
+from linrnn.core.files import read_json, read_object, write_bytes
+from linrnn.report import curves
+from linrnn.report.curves import Comparison
+from linrnn.report.steps import LOSS, STATISTIC, TIMES, VALIDATION, packed, times_of, unpacked
+from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
+from linrnn.runs.environment import commit_in_words
+from linrnn.runs.metrics import read_jsonl
+from linrnn.runs.mixtures import differing, read_origin
+
+COMMITTED = "runs.json.xz"  # a report's file with its runs' environments, summaries and logged steps
+REPORTS = "summaries"  # the folder of the results directory that holds the reports
+MAX_BATCHES = "max_batches.json.xz"  # beside it: the answers of searches for the largest batch
+# The keys that tables need from every summary, and the remedy if a run's file is broken.
+FIGURES = (
+    *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),
+    *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
+    *("step_time_ms_median", "mfu"),
+)
+AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
+NAMED = 3  # runs that a warning names of each origin
+_HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
+# The keys of a setting. Runs that share all of them differ only in loss and seed.
+SETTING = (
+    "model",
+    "size",
+    "data_fingerprint",
+    "batch_size",
+    "accumulation_steps",
+    "seq_len",
+    "precision",
+    "activation_checkpointing",
+    "chunk_size",
+    "vocab_size",
+    "n_parameters",
+    "memory_budget_gib",
+    "parallel",
+    "world_size",
+    "steps",
+    "horizon",
+    "training",
+    "origin",
+)
+# Runs whose curves can be compared share the keys of COURSE, whether or not they reached their last step.
+_NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
+COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as read from its files.
+
+    Attributes:
+        summary: summary.json.
+        environment: software, hardware and commit; empty for a run that could not start.
+        losses: (step, nats per token) of every logged step.
+        times: (step, milliseconds) of every logged step, by the names of :data:`linrnn.report.steps.TIMES`.
+        statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
+        validations: (step, perplexity) of every validation.
+        mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
+        origin: a letter that tells its origin from others; empty where origins are not told apart.
+    """
+
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    mixture: tuple[str, ...] = ()
+    times: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.summary["run_name"])
+
+    @property
+    def finished(self) -> bool:
+        return self.summary["status"] == "finished"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it trained on a GPU. Only there the peak of allocated memory is known."""
+        return "peak" in (self.summary.get("memory_bytes") or {})
+
+    @property
+    def gpu_shared(self) -> bool:
+        """Whether other runs computed on its GPU. Its times are then no measurements."""
+        return bool(self.summary.get("gpu_shared"))
+
+    @property
+    def horizon(self) -> int | None:
+        """The step at which its schedule ends; None if it did not record it."""
+        found = _HORIZON.search(self.summary["training"])
+        return int(found[1]) if found else None
+
+    def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
+        """The values of keys of a setting."""
+        own = {
+            **self.summary,
+            "horizon": self.horizon,
+            "origin": self.origin,
+            "training": without_horizon(self.summary["training"]),
+        }
+        return tuple(own.get(key) for key in keys)
+
+    @property
+    def execution(self) -> str:
+        """How its blocks are executed, where that is not as usual: `compile=blocks, float8=blocks`, say."""
+        told = dict(word.split("=", 1) for word in self.summary["training"].split() if "=" in word)
+        chosen = {key: told.get(f"trainer.{key}", "none") for key in ("compile", "float8")}
+        return ", ".join(f"{key}={value}" for key, value in chosen.items() if value != "none")
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The values that it shares with the runs that it can be compared with."""
+        return self.values(SETTING)
+
+    @property
+    def course(self) -> tuple[Any, ...]:
+        """The values, except for the horizon, that it shares with runs whose curves can be compared with its own."""
+        return self.values(COURSE)
+
+
+def without_horizon(training: str) -> str:
+    """What a run's `training` says beside its horizon, which follows from its batch and tokens."""
+    return _HORIZON.sub("", training)
+
+
+def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of the first run that started and mixes no origins; empty if there is none."""
+    return next((run.environment for run in runs if run.environment and not run.mixture), {})
+
+
+# --------------------------------------------------------------------------------------------------------- origins
+@dataclass(frozen=True)
+class Origin:
+    """Runs that the same code made on the same kind of device.
+
+    Attributes:
+        letter: A for the origin of the first run.
+        differs: the keys in which it differs from that of the first run; empty for A.
+    """
+
+    letter: str
+    runs: tuple[Run, ...]
+    differs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = [run.name for run in self.runs]
+        told = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        return f"{self.letter} (commit {commit_in_words(self.runs[0].environment.get('git'), digits=9)}): {told}"
+
+
+def origins_of(runs: Sequence[Run]) -> list[Origin]:
+    """The origins of runs that started and are no mixture, in the order of their first runs."""
+    found: list[list[Run]] = []
+    for run in runs:
+        if run.environment and not run.mixture:
+            same = next((own for own in found if not differing([own[0].environment, run.environment])), None)
+            found.append([run]) if same is None else same.append(run)
+    return [
+        Origin(chr(ord("A") + i), tuple(own), tuple(differing([found[0][0].environment, own[0].environment])))
+        for i, own in enumerate(found)
+    ]
+
+
+def origin_warning(runs: Sequence[Run]) -> str:
+    """One line that names the origins of runs, and how to see them apart; empty if all are of one."""
+    origins = origins_of(runs)
+    if len(origins) < 2:
+        return ""
+    keys = dict.fromkeys(key for origin in origins for key in origin.differs)
+    told = "; ".join(map(str, origins))
+    how = "" if any(run.origin for run in runs) else ". origins=apart compares each with itself alone"
+    return f"the runs differ in {', '.join(keys)}. {told}{how}"
+
+
+def apart(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the letters of their origins. Runs of two origins are then of two settings."""
+    letters = {run.name: origin.letter for origin in origins_of(runs) for run in origin.runs}
+    return [dataclasses.replace(run, origin=letters.get(run.name, "")) for run in runs]
+
+
+# --------------------------------------------------------------------------------------------------- reading, writing
+@dataclass(frozen=True)
+class Group:
+    """The runs of a group, and where they were read.
+
+    Attributes:
+        committed: whether they come from a report's rows and not from the runs themselves.
+    """
+
+    runs: list[Run]
+    directory: Path
+    committed: bool
+
+
+def find_group(results: Path, name: str) -> Group:
+    """The runs of a group that was run here, or else the rows of its report.
+
+    Raises:
+        DataError: there is neither. The error names the existing groups.
+    """
+    if any((results / name).glob(f"*/{SUMMARY}")):
+        return Group(read_runs(results / name), results / name, committed=False)
+    if (directory := results / REPORTS / name).joinpath(COMMITTED).exists():
+        return Group(read_committed(directory), directory, committed=True)
+    here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
+    reports = sorted(path.parent.name for path in results.glob(f"{REPORTS}/*/{COMMITTED}"))
+    raise DataError(
+        f"{results} holds no run and no committed report of group={name}",
+        f"name another group. With runs: {', '.join(here) or 'none'}. Committed: {', '.join(reports) or 'none'}",
+    )
+
+
+def read_runs(group: Path) -> list[Run]:
+    """Every run below `group` with a summary, by name. Runs that were moved aside (`<run_name>.1`) are left out.
+
+    Raises:
+        DataError: there is none.
+    """
+    directories = [path.parent for path in sorted(group.glob(f"*/{SUMMARY}"))]
+    runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
+    if not runs:
+        raise DataError(
+            f"{group} holds no run with a summary",
+            "name a group that was run here (results/<group>/<run_name>/), or a committed report as "
+            "summary=results/summaries/<name>",
+        )
+    return runs
+
+
+def read_committed(directory: Path) -> list[Run]:
+    """The runs of a committed report in `directory`, with every logged step.
+
+    Raises:
+        DataError: it holds no report, or a damaged one.
+    """
+    path = directory / COMMITTED
+    if not path.exists() and any(directory.glob(f"*/{SUMMARY}")):
+        raise DataError(
+            f"summary={directory} holds runs, and no report",
+            f"use results_dir={directory.parent} group={directory.name} for a report on the runs",
+        )
+    content = read_object(path, ("runs", "environment", "steps"), "name a directory that scripts/report.py wrote")
+    mixtures, others = content.get("mixtures", {}), content.get("environments", {})
+    runs = []
+    for summary in content["runs"]:
+        name = summary["run_name"]
+        series = unpacked(content["steps"].get(name, {}))
+        runs.append(
+            Run(
+                summary,
+                read_origin(others.get(name, content["environment"])).environment,
+                series.get(LOSS, []),
+                {key.removeprefix(STATISTIC): one for key, one in series.items() if key.startswith(STATISTIC)},
+                series.get(VALIDATION, []),
+                mixture=tuple(mixtures.get(name, ())),
+                times={key: one for key, one in series.items() if key in TIMES},
+            )
+        )
+    return runs
+
+
+def write_committed(runs: Sequence[Run], directory: Path) -> Path:
+    """Write environments, summaries and all logged steps to COMMITTED, without times of runs that shared their GPU.
+
+    The summaries come first, one value a line, for `xz -dc`.
+    """
+    shared = environment_of(runs)
+    others = {run.name: run.environment for run in runs if run.environment and differing([shared, run.environment])}
+    content = {
+        "environment": shared,
+        **({"environments": others} if others else {}),
+        **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
+        "runs": [run.summary for run in runs],
+    }
+    steps = {
+        run.name: packed(
+            {LOSS: run.losses}
+            | ({} if run.gpu_shared else run.times)
+            | {f"{STATISTIC}{name}": curve for name, curve in run.statistics.items()}
+            | ({VALIDATION: run.validations} if run.validations else {})
+        )
+        for run in runs
+        if run.losses
+    }
+    text = f'{json.dumps(content, indent=1)[:-2]},\n "steps": {json.dumps(steps, separators=(",", ":"))}\n}}\n'
+    path = directory / COMMITTED
+    write_bytes(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    return path
+
+
+def comparison(run: Run, base: Run) -> Comparison:
+    """Two runs' loss curves compared over their common steps."""
+    return curves.compare(run.losses, base.losses)
+
+
+def alike(a: Run, b: Run) -> bool:
+    """Whether two runs' curves can be compared: they differ only in loss, seed and the last step that they reached.
+
+    An unfinished run without a recorded horizon is assumed to have the other's.
+    """
+    horizons = {a.horizon, b.horizon} - {None}
+    return a.course == b.course and len(horizons) < 2
+
+
+def read_max_batches(group: Path) -> list[dict[str, Any]]:
+    """The answers of scripts/find_max_batch.py below a group."""
+    return [read_object(path, ("model", "size")) for path in sorted(group.glob("answers/*/max_batch.json"))]
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file of a report, such as MAX_BATCHES; empty if it has none."""
+    return read_json(path) if path.exists() else []
+
+
+def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for the loss of each summary. It includes the options in which summaries of the same loss differ."""
+    options: dict[str, list[dict[str, Any]]] = {}
+    for summary in summaries:
+        options.setdefault(summary["loss"], []).append(summary.get("loss_options") or {})
+    names = []
+    for summary in summaries:
+        own, others = summary.get("loss_options") or {}, options[summary["loss"]]
+        telling = [key for key in own if any(other.get(key) != own[key] for other in others)]
+        names.append(" ".join([summary["loss"], *(f"{key}={own[key]}" for key in telling)]))
+    return names
+
+
+def loss_time_share(run: Run) -> float | None:
+    """The loss layer's share of a step's time; None if it was not measured."""
+    times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
+    return sum(times.values()) / step if times and step else None
+
+
+def loss_layer_share(run: Run) -> float | None:
+    """The most that the loss layer's passes add, including gradients, as a share of the peak; None on a CPU."""
+    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
+    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
+    return max(sizes) / peak if sizes and peak else None
+
+
+def _read(directory: Path) -> Run:
+    records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
+    environment = directory / ENVIRONMENT
+    origin = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
+    statistics: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
+                statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
+    return Run(
+        summary=read_object(directory / SUMMARY, FIGURES, AGAIN),
+        environment=origin.environment,
+        losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
+        statistics=statistics,
+        validations=[(r["step"], r[VALIDATION]) for r in records if r.get(VALIDATION) is not None],
+        mixture=origin.mixture,
+        times=times_of(records),
+    )

@@ -1,0 +1,282 @@
+"""What a comparison measures (METRICS), what may be asked of it (a target), and how values become a verdict.
+
+A sweep's file may name targets:
+
+    targets:
+      - {metric: peak_memory_bytes, at_most: 0.6, of: compiled}    # a ratio of two runs of one seed
+      - {metric: valid_loss_nats, within: 0.01, of: compiled}      # a difference, in both directions
+
+The sweep stores them beside its runs (TARGETS). A report without targets compares, and judges nothing.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linrnn.core.errors import ConfigError
+from linrnn.core.files import read_json, write_json
+from linrnn.losses import loss_names
+from linrnn.report.curves import SMOOTHED_STEPS
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
+
+REACHED, NOT_REACHED, INCONCLUSIVE, NOT_MEASURED = "reached", "not reached", "inconclusive", "not measured"
+COMPARED = "compared"  # the word of a comparison without a target
+BASELINES = ("compiled", "standard")  # what losses are compared with, unless a target says otherwise
+LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50
+LEAST_MEASURED = 5  # a run needs so many steps after the warm-up for its times to be compared
+TARGETS = "targets.json"  # beside the runs of a group
+_RULES = {"at_most": AT_MOST, "at_least": AT_LEAST, "within": WITHIN}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that two runs, or two searches for the largest batch, are compared by.
+
+    Attributes:
+        name: in a target.
+        words: for a reader.
+        form: the format of values.
+        needs: what must be run to measure it.
+        ratio: whether values are ratios to the baseline; otherwise they are differences, or the run's own.
+        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
+        of_losses: whether it compares losses, not time or memory.
+        alone: whether a run has it without a baseline.
+        always: whether a report without targets shows it.
+    """
+
+    name: str
+    words: str
+    form: str
+    needs: str
+    ratio: bool = True
+    by_chance: bool = True
+    of_losses: bool = False
+    alone: bool = False
+    always: bool = False
+
+
+_BOTH = "runs of both losses in one setting"
+_TIMED = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
+_LEARNT = f"{_BOTH}, of {LEAST_STEPS} steps"
+_SEARCHED = "a search by scripts/find_max_batch.py for both"
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("peak_memory_bytes", "peak memory, ratio", ".3f", f"{_BOTH}, on a GPU", by_chance=False, always=True),
+        Metric("tokens_per_second", "tokens/s at the same batch, ratio", ".3f", f"{_BOTH}, {_TIMED}", always=True),
+        Metric("max_sequences", "largest batch under the budget, ratio", ".2f", _SEARCHED, by_chance=False),
+        Metric(
+            "tokens_per_second_at_max_sequences", "tokens/s, each at its own largest batch, ratio", ".3f", _SEARCHED
+        ),
+        Metric(
+            "tokens_per_second_at_fastest_batch",
+            "tokens/s, each at its fastest batch, equal tokens, ratio",
+            ".3f",
+            f"runs of both losses at the same several batches, {_TIMED}",
+        ),
+        Metric(
+            "train_loss_nats",
+            "final training loss, difference, nats",
+            "+.4f",
+            _LEARNT,
+            ratio=False,
+            of_losses=True,
+            always=True,
+        ),
+        Metric(
+            "valid_loss_nats",
+            "validation loss, difference, nats",
+            "+.4f",
+            _LEARNT,
+            ratio=False,
+            of_losses=True,
+            always=True,
+        ),
+        Metric("valid_perplexity", "validation perplexity, difference", "+.3f", _LEARNT, ratio=False, of_losses=True),
+        Metric(
+            "curve_difference",
+            f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
+            ".4f",
+            f"{_LEARNT}, at least every {SMOOTHED_STEPS // 2}th of them logged",
+            ratio=False,
+            of_losses=True,
+        ),
+        Metric("backward_speed_up", "backward pass of the loss layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
+        Metric(
+            "loss_layer_share",
+            "loss layer's share of peak memory, gradients counted",
+            ".1%",
+            "a run on a GPU",
+            by_chance=False,
+            alone=True,
+        ),
+        Metric(
+            "loss_layer_share_without_gradients",
+            "loss layer's share of peak memory, without gradients",
+            ".1%",
+            "a run on a GPU",
+            by_chance=False,
+            alone=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked of a metric; without a rule, only what is compared.
+
+    Attributes:
+        rule: AT_MOST, AT_LEAST, WITHIN (equal up to the bound, in both directions), or "".
+        of: the losses that others are compared with.
+        words: for a reader, where those of the metric would not do.
+        losses, sizes: the losses and sizes that it is about; empty: all. `-NAME` leaves one out.
+    """
+
+    metric: Metric
+    rule: str = ""
+    bound: float = 0.0
+    of: tuple[str, ...] = BASELINES
+    words: str = ""
+    losses: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.words or self.metric.words
+
+    @property
+    def form(self) -> str:
+        return self.metric.form
+
+    @property
+    def asked(self) -> str:
+        """The rule and the bound, as in `≤ 0.600`."""
+        space = "" if self.rule == WITHIN else " "
+        return f"{self.rule}{space}{self.bound:{self.form.removeprefix('+')}}" if self.rule else "-"
+
+    def is_about(self, loss: str, size: str) -> bool:
+        return _chosen(loss, self.losses) and _chosen(size, self.sizes)
+
+
+def _chosen(name: str, names: Sequence[str]) -> bool:
+    wanted = [one for one in names if not one.startswith("-")]
+    return f"-{name}" not in names and (not wanted or name in wanted)
+
+
+COMPARISONS = tuple(Target(metric) for metric in METRICS.values() if metric.always)  # of a report without targets
+
+
+def parse_target(entry: Mapping[str, Any]) -> Target:
+    """A target from a mapping: `metric`, one of at_most, at_least and within, and the other attributes of Target.
+
+    Raises:
+        ConfigError: a key, a metric or a loss is unknown, or not exactly one rule is named.
+    """
+    said = f"the target {dict(entry)}"
+    known = ("metric", *_RULES, "of", "words", "losses", "sizes")
+    if unknown := [key for key in entry if key not in known]:
+        raise ConfigError(f"{said} has an unknown key {unknown[0]}", f"a target has {', '.join(known)}")
+    metric, rules = str(entry.get("metric")), [rule for rule in _RULES if rule in entry]
+    if metric not in METRICS:
+        near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0)[0]
+        raise ConfigError(f"{said} names no metric that runs have", f"nearest: {near}; all: {', '.join(METRICS)}")
+    if len(rules) != 1 or not isinstance(bound := entry[rules[0]], int | float):
+        raise ConfigError(f"{said} names no bound, or several", "give a number to one of at_most, at_least and within")
+    lists = {key: _names(entry[key]) for key in ("of", "losses", "sizes") if key in entry}
+    for loss in (*lists.get("of", ()), *lists.get("losses", ())):
+        if (name := loss.lstrip("-").split()[0]) not in loss_names():
+            near = difflib.get_close_matches(name, loss_names(), n=1, cutoff=0)[0]
+            raise ConfigError(f"{said}: there is no loss {name}", f"nearest: {near}; all: {', '.join(loss_names())}")
+    return Target(METRICS[metric], _RULES[rules[0]], bound, words=str(entry.get("words", "")), **lists)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def store_targets(entries: Sequence[Mapping[str, Any]], group: Path) -> None:
+    """Write the targets of a sweep beside the runs of its group."""
+    group.mkdir(parents=True, exist_ok=True)
+    write_json(group / TARGETS, [dict(entry) for entry in entries])
+
+
+def read_targets(directory: Path) -> list[Target]:
+    """The targets that stand in a directory; empty if none do."""
+    path = directory / TARGETS
+    return [parse_target(entry) for entry in read_json(path)] if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row: a target, or a comparison without one, for a model and a loss, against a baseline.
+
+    Attributes:
+        backend, against: the loss and the baseline, with the options that tell them from others of the group.
+        value: median over the pairs; None if nothing was measured.
+        low, high: the interval that decides: the 90 % interval, or the range of values that do not vary by chance.
+        n: number of pairs; for a loss layer's share, of runs.
+        verdict: REACHED or NOT_REACHED if the whole interval is on one side of the bound. INCONCLUSIVE if it is not, or
+            there are too few pairs. NOT_MEASURED if there is no value. COMPARED if nothing was asked.
+        setting: the setting that it is about, if there are several.
+        remark: why it is inconclusive or not measured, or what else a reader must know.
+    """
+
+    target: Target
+    model: str
+    backend: str
+    against: str | None
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    verdict: str
+    setting: str = ""
+    remark: str = ""
+
+    def with_remark(self, remark: str) -> "Verdict":
+        return dataclasses.replace(self, remark="; ".join(filter(None, [self.remark, remark])))
+
+
+def judge(
+    target: Target,
+    model: str,
+    backend: str,
+    against: str | None,
+    values: Sequence[float],
+    *,
+    setting: str = "",
+    remark: str = "",
+    doubts: Sequence[str] = (),
+) -> Verdict:
+    """A verdict from one value per pair.
+
+    Args:
+        remark: shown with any verdict.
+        doubts: reasons why the values decide nothing, however many there are.
+    """
+    names, metric = (target, model, backend, against), target.metric
+    if not values:
+        reason = remark or f"not measured: needs {metric.needs}"
+        return Verdict(*names, None, None, None, 0, NOT_MEASURED, setting, reason)
+    found = estimate(values, ratios=metric.ratio) if metric.by_chance else extent(values)
+    few = metric.by_chance and found.n < LEAST_PAIRS
+    low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
+    holds = None if few or doubts or not target.rule else answer(low, high, target.rule, target.bound)
+    word = {True: REACHED, False: NOT_REACHED, None: INCONCLUSIVE if target.rule else COMPARED}[holds]
+    count = f"n = {found.n}, needs {LEAST_PAIRS}" if few and target.rule else ""
+    words = "; ".join(filter(None, [count, *doubts, remark]))
+    return Verdict(*names, found.value, found.low, found.high, found.n, word, setting, words)
+
+
+# Stands below every table of verdicts.
+RULES = (
+    "A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. The interval is "
+    "Student's 90 % interval of the pairs' mean; for ratios, of the geometric mean. *Reached* and *not reached* mean "
+    "that the whole interval lies on that side of what is asked. *Within* means two one-sided tests of equivalence. "
+    f"Speeds and losses of fewer than {LEAST_PAIRS} pairs are *inconclusive*. Memory does not scatter: one run "
+    "decides, and the interval is a range."
+)

@@ -1,0 +1,216 @@
+"""Write a group's report. `make_report` finds the runs or the committed rows; `write_report` writes the files."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from linrnn.config import load_config
+from linrnn.config.schema import ReportConfig
+from linrnn.config.strings import quoted
+from linrnn.core.errors import ConfigError
+from linrnn.core.files import write_json, write_text
+from linrnn.core.plot_style import save
+from linrnn.core.tables import Table
+from linrnn.report import plots, remarks, tables
+from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, to_html, to_markdown
+from linrnn.report.runs import (
+    COMMITTED,
+    MAX_BATCHES,
+    REPORTS,
+    Run,
+    apart,
+    find_group,
+    loss_layer_share,
+    loss_time_share,
+    origin_warning,
+    read_committed,
+    read_list,
+    read_max_batches,
+    write_committed,
+)
+from linrnn.report.summary import sentences
+from linrnn.report.targets import LEAST_STEPS, TARGETS, Target, Verdict, read_targets
+from linrnn.report.verdicts import verdicts
+from linrnn.runs.intervals import WITHIN
+from linrnn.runs.summary import MEAN_OF_LAST
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a report is made from, beside its runs.
+
+    Attributes:
+        targets: what a sweep's file asks of the runs; empty: the report judges nothing.
+        max_batches: as :mod:`linrnn.report.runs` reads them. Those of another origin are left out, and the report says
+            so.
+        source: what the runs were read from, and the command that writes the pages again; report.html shows both.
+    """
+
+    targets: Sequence[Target] = ()
+    max_batches: Sequence[dict[str, Any]] = ()
+    source: str = ""
+    again: str = "scripts/report.py"
+
+
+def make_report(config: ReportConfig) -> list[Path]:
+    """The work of scripts/report.py. Prints what it reads; returns the paths that it wrote, report.md first.
+
+    If the group has runs here, these are read. Otherwise its committed rows are read; they are not changed.
+
+    Raises:
+        ConfigError: neither a group nor a report is named, or both are; or a report of other runs would be lost.
+        DataError: there are no runs to read.
+    """
+    if bool(config.group) == bool(config.summary):
+        raise ConfigError(
+            "group and summary are both named" if config.group else "neither group nor summary is named",
+            "name a group as group=mve, or a report's directory as summary=results/summaries/mve",
+        )
+    results = Path(config.results_dir)
+    if config.group:
+        group = find_group(results, config.group)
+        title, directory, runs, committed = config.group, group.directory, group.runs, group.committed
+    else:
+        directory = Path(str(config.summary))
+        title, runs, committed = directory.resolve().name, read_committed(directory), True
+    source = f"{len(runs)} {'committed runs' if committed else 'runs'} of {directory}"
+    print(f"read {source}")
+    if config.origins == "apart":
+        runs = apart(runs)
+    if warning := origin_warning(runs):
+        print(f"warning: {warning}")
+    inputs = Inputs(read_targets(directory), source=source, again=_command(config))
+    if committed:
+        output = Path(config.output_dir) if config.output_dir else directory
+        inputs = dataclasses.replace(inputs, max_batches=read_list(directory / MAX_BATCHES))
+        return write_pages(runs, output, title, inputs)
+    output = Path(config.output_dir) if config.output_dir else results / REPORTS / title
+    if not config.output_dir:
+        _keep_other_runs(output, runs)
+    groups = dict.fromkeys((directory, results / config.max_batch_group))
+    answers = [answer for group in groups for answer in read_max_batches(group)]
+    paths = write_report(runs, output, title, dataclasses.replace(inputs, max_batches=answers))
+    if (directory / TARGETS).exists():
+        write_text(output / TARGETS, (directory / TARGETS).read_text(encoding="utf-8"))
+        paths.append(output / TARGETS)
+    return paths
+
+
+def _command(config: ReportConfig) -> str:
+    """The command that makes this report again: the group or summary, and every other key that has no default value."""
+    defaults, values = (dataclasses.asdict(one) for one in (load_config([], "report"), config))
+    changed = [f"{key}={value}" for key, value in values.items() if value != defaults[key]]
+    return shlex.join(["python", "scripts/report.py", *quoted(changed, "report")])
+
+
+def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:
+    """Reject a report in the place of one whose runs are not all here: its rows would be lost."""
+    if not (directory / COMMITTED).exists():
+        return
+    here = {(run.name, run.summary.get("started")) for run in runs}
+    lost = [run.name for run in read_committed(directory) if (run.name, run.summary.get("started")) not in here]
+    if lost:
+        raise ConfigError(
+            f"{directory} holds a report of {len(lost)} runs that are not here, such as {lost[0]}",
+            "write this report elsewhere with output_dir=…, or give the runs another group",
+        )
+
+
+def write_report(runs: Sequence[Run], directory: Path, title: str, inputs: Inputs = Inputs()) -> list[Path]:
+    """Write the pages of :func:`write_pages`, and the rows from which they can be written again.
+
+    The rows are runs.json.xz (environments, summaries and every logged step), and the largest batches of the same
+    models and sizes.
+    """
+    paths = write_pages(runs, directory, title, inputs)
+    paths.append(write_committed(runs, directory))
+    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
+    if answers := [answer for answer in inputs.max_batches if (answer["model"], answer["size"]) in kinds]:
+        write_json(directory / MAX_BATCHES, answers)
+        paths.append(directory / MAX_BATCHES)
+    return paths
+
+
+def write_pages(runs: Sequence[Run], directory: Path, title: str, inputs: Inputs = Inputs()) -> list[Path]:
+    """Write report.md, report.html and the plots that the runs allow. Returns the paths, report.md first."""
+    directory.mkdir(parents=True, exist_ok=True)
+    compared = verdicts(runs)
+    pictures = [save(figure, directory / name) for name, figure in _figures(runs, compared, inputs.targets)]
+    made = sections(runs, compared, inputs, pictures)
+    source = f"Read from {inputs.source or f'{len(runs)} runs'}."
+    write_text(directory / "report.md", to_markdown(title, made))
+    write_text(directory / "report.html", to_html(title, made, source, inputs.again))
+    return [directory / "report.md", directory / "report.html", *pictures]
+
+
+# --------------------------------------------------------------------------------------------------------- sections
+def sections(
+    runs: Sequence[Run], compared: Sequence[Verdict], inputs: Inputs, pictures: Sequence[Path] = ()
+) -> list[Section]:
+    """A report's sections: three sentences and a picture, targets, comparisons, plots; the rest is folded."""
+    judged = verdicts(runs, inputs.targets, inputs.max_batches) if inputs.targets else []
+    first: list[Block] = [Bullets(sentences(runs, compared, judged))]
+    if warning := origin_warning(runs):
+        first.append(f"**Warning**: {warning}.")
+    made = [Section("In short", [*first, Pictures(pictures[:1])])]
+    made += of_verdicts("Targets", judged)
+    if judged:
+        made.append(Section("How targets are judged", remarks.on_rules(runs, judged), folded=True))
+    made += of_verdicts("Compared with the baseline", compared, folded=bool(judged))
+    made.append(Section("Plots", [Pictures(pictures[1:])]))
+    table_of_runs: list[Block] = [tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))]
+    made.append(Section("Runs", table_of_runs, folded=True))
+    if courses := tables.of_courses(runs):
+        made.append(Section("Over the steps that two runs have", [courses, tables.BATCH_NOISE], folded=True))
+    if filters := tables.of_filters(runs):
+        made.append(Section("What filters kept", [filters, _KEPT], folded=True))
+    if free := tables.of_free_losses(runs):
+        made.append(Section("If the loss layer took no time", [free, remarks.FREE_LOSS], folded=True))
+    made.append(Section("Abbreviations", [Bullets(remarks.ABBREVIATIONS)], folded=True))
+    made_by: list[Block] = [Bullets(remarks.on_origin(runs)), "Commands:"]
+    made_by.append(Commands([run.summary["command"] for run in runs]))
+    made.append(Section("How the runs were made", made_by, folded=True))
+    return [section for section in made if any(section.blocks)]
+
+
+_KEPT = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {MEAN_OF_LAST} steps."
+
+
+def of_verdicts(title: str, found: Sequence[Verdict], folded: bool = False) -> list[Section]:
+    """A table of what was measured, answers first, and below it one of what was not."""
+    measured, missing = tables.of_verdicts(found), tables.not_measured(found)
+    blocks: list[tuple[str, Table | None, bool]] = [
+        (title, measured, folded),
+        (f"{title}: not measured", missing, True),
+    ]
+    return [Section(name, [table], folded=fold) for name, table, fold in blocks if table and table.rows]
+
+
+# ------------------------------------------------------------------------------------------------------------ plots
+def _figures(runs: Sequence[Run], compared: Sequence[Verdict], targets: Sequence[Target]) -> list[tuple[str, Any]]:
+    """The plots that have data to show, by file name. The first stands at the top of the report."""
+    measured = plots.measured(runs)
+    figures: list[tuple[str, Any]] = []
+    if (first := plots.overview(compared, targets)) is not None:
+        figures.append(("overview.png", first))
+    if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):
+        margins = [target.bound for target in targets if target.rule == WITHIN and target.metric.name.endswith("nats")]
+        figures.append(("loss_curves.png", plots.loss_curves(runs, margin=min(margins, default=None))))
+    if any("dropped_mass_mean" in run.statistics for run in runs):
+        figures.append(("dropped_mass.png", plots.dropped_mass(runs)))
+    along = [key for key in plots.AXES if plots.varies(measured, key)]
+    apart_from_batches = [key for key in along if key in plots.SHARED_BY]
+    if len({run.summary["loss"] for run in measured}) > 1 and not apart_from_batches:
+        figures.append(("pareto.png", plots.pareto(measured)))
+    if any(run.on_gpu for run in measured) and not apart_from_batches:
+        figures.append(("memory.png", plots.memory_parts([run for run in measured if run.on_gpu])))
+    figures += [(f"speed_by_{key}.png", plots.scaling(measured, key)) for key in along]
+    shares = (("memory", loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
+    for key in apart_from_batches:
+        for name, share, draw in shares:
+            with_share = [run for run in measured if share(run) is not None]
+            if plots.varies(with_share, key):
+                figures.append((f"loss_{name}_by_{key}.png", draw(with_share, key)))
+    return figures

@@ -1,0 +1,425 @@
+"""Reports on runs or rows: three sentences, a picture, what was asked; report.html needs no other file."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_runs import ELSEWHERE, FIVE_SEEDS, GIB, HERE, answer, five, run
+
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError, DataError
+from linrnn.report import make_report, write, write_report
+from linrnn.report.page import inline
+from linrnn.report.remarks import on_figures, on_origin, on_runs
+from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
+from linrnn.report.summary import sentences
+from linrnn.report.tables import of_runs, of_verdicts
+from linrnn.report.targets import TARGETS, judge, parse_target, read_targets, store_targets
+from linrnn.report.verdicts import baseline_of, verdicts
+from linrnn.report.write import Inputs
+from linrnn.training.trainer import Trainer
+
+MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
+LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}
+# HTML elements that have no end tag.
+VOID = {"meta", "img", "link", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Tables, attributes and text of a page. Tags that do not match are an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute stands twice: {tag} {attrs}"
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+@pytest.fixture
+def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without their pictures, which take most of the time."""
+    monkeypatch.setattr(write, "_figures", lambda *given: [])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """report.html of runs of three losses and five seeds, with pictures and one target."""
+    directory = tmp_path_factory.mktemp("report")
+    times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}}
+    runs = [one for loss in ("compiled", "cce_kahan", "liger") for one in five(loss, **times)]
+    return write_report(runs, directory, "g", Inputs([MEMORY]))[1]
+
+
+def write_runs(group: Path, runs: list[Run]) -> None:
+    for one in runs:
+        (group / one.name).mkdir(parents=True, exist_ok=True)
+        (group / one.name / "summary.json").write_text(json.dumps(one.summary))
+        processes = [{**one.environment, "from_step": 0, "to_step": 60}]
+        (group / one.name / "environment.json").write_text(json.dumps({"processes": processes}))
+
+
+# ------------------------------------------------------------------------------------------------------ the sentences
+def test_a_report_opens_with_memory_at_what_speed_then_the_loss_then_how_runs_ended() -> None:
+    runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
+    assert sentences(runs, verdicts(runs), []) == [
+        "Across 10 runs, cce_kahan used 28 % less memory than compiled at the same speed (within 1 %).",
+        "Its final validation loss lies 0.0020 nats above compiled's: 90 % interval +0.0020 to +0.0020 nats, 5 pairs.",
+        "Every run finished.",
+    ]
+
+
+def test_of_losses_that_need_the_same_memory_the_report_opens_with_the_fastest() -> None:
+    runs = [*five("compiled"), *five("liger", gib=5, speed=700), *five("cce_kahan", gib=5.05, speed=1100)]
+    first, *_ = sentences(runs, verdicts(runs), [])
+    assert first.startswith("Across 10 runs, cce_kahan used 50 % less memory than compiled at 1.100 times its speed")
+    failed = run("fla", status="out_of_memory", train_loss_nats=None, tokens_per_second=None)
+    *_, last = sentences([*runs, failed], verdicts([*runs, failed]), [])
+    assert last == "15 of 16 runs finished; the others: 1 out of memory."
+
+
+def test_one_loss_alone_is_compared_with_nothing() -> None:
+    assert sentences([run("liger")], verdicts([run("liger")]), [])[:2] == [
+        "1 run with loss=liger: nothing to compare with.",
+        "gla-liger-8-s0 reached a training loss of 5.0000 nats, 10.00 GiB at its peak, 1,000 tokens/s.",
+    ]
+
+
+def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
+    cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
+    runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
+    first, second, _ = sentences(runs, verdicts(runs), [])
+    assert first.endswith("memory and speed are compared on a GPU alone.")
+    assert "5 pairs" in second
+
+
+def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss() -> None:
+    assert baseline_of([run("cce_filter"), run("cce_kahan")]) == "cce_kahan"
+    assert baseline_of([run("cce_filter"), run("standard"), run("cce_kahan")]) == "standard"
+    assert baseline_of([run("cce_filter")]) == "compiled"
+
+
+# -------------------------------------------------------------------------------------------------------- the targets
+@pytest.mark.usefixtures("text_alone")
+def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path: Path) -> None:
+    """What was asked travels with the rows: from the sweep beside the runs, and from there beside the report."""
+    group = tmp_path / "g"
+    write_runs(group, FIVE_SEEDS)
+    plain, _, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
+    assert not [word for word in ("reached", "target", "Targets", "asked") if word in plain.read_text()]
+    store_targets([LOSS, {"metric": "peak_memory_bytes", "at_most": 0.5, "of": "compiled"}], group)
+    for source in ("group=g", f"summary={tmp_path / 'summaries' / 'g'}"):
+        asked, *_ = make_report(load_config([source, f"results_dir={tmp_path}"], "report"))
+        text = asked.read_text()
+        assert "| **reached** | validation loss, difference, nats | +0.0040 | +0.0040 to +0.0040 | 5 |" in text
+        assert (
+            "| **inconclusive** | peak memory, ratio | 0.520 | 0.500 to 0.550 | 5 | ≤ 0.500 | gla | cce_kahan |" in text
+        )
+        assert (
+            "| **not reached** | peak memory, ratio | 2.000 | 2.000 to 2.000 | 5 | ≤ 0.500 | gla | standard |" in text
+        )
+        assert "The sweep's targets: 2 reached, 1 not reached, 1 inconclusive." in text
+        shutil.rmtree(group, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"metric": "valid_los", "within": 0.1}, "nearest: valid_loss_nats"),
+        ({"metric": "valid_loss_nats"}, "give a number to one of at_most, at_least and within"),
+        ({"metric": "valid_loss_nats", "within": 0.1, "at_most": 1}, "give a number to one of"),
+        ({"metric": "valid_loss_nats", "within": "little"}, "give a number to one of"),
+        ({"metric": "valid_loss_nats", "within": 0.1, "of": "compild"}, "nearest: compiled"),
+        ({"metric": "valid_loss_nats", "within": 0.1, "model": "gla"}, "a target has metric, at_most"),
+    ],
+)
+def test_a_wrong_target_is_refused_with_what_is_right(entry: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_target(entry)
+    assert words in refused.value.remedy
+
+
+def test_a_group_without_targets_has_none(tmp_path: Path) -> None:
+    store_targets([LOSS], tmp_path)
+    assert [target.asked for target in read_targets(tmp_path)] == ["within ±0.0100"]
+    assert read_targets(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.60031, "0.6003"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.600")],
+)
+def test_a_value_that_misses_its_target_does_not_look_like_it(value: float, shown: str) -> None:
+    table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", [value])])
+    assert table.rows[0][2] == shown
+
+
+# -------------------------------------------------------------------------------------------------------- the origins
+CODE = {"linrnn": "a" * 12, "cce_kernels": "b" * 12}
+
+
+def made(loss: str, code: dict[str, str] | None = None, commit: str = "c" * 40, **more: Any) -> list[Run]:
+    environment = {**HERE, "code": CODE | (code or {}), "git": {"commit": commit, "dirty": False}}
+    return [replace(one, environment=environment) for one in five(loss, **more)]
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_commit_in_between_blocks_no_report_and_is_no_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_runs(tmp_path / "g", [*made("compiled"), *made("cce_kahan", commit="d" * 40)])
+    paths = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
+    assert "warning" not in capsys.readouterr().out
+    assert "Warning" not in paths[0].read_text()
+
+
+@pytest.mark.usefixtures("text_alone")
+@pytest.mark.parametrize("origins", ["together", "apart"])
+def test_runs_of_other_code_are_named_in_one_line_and_compared_together_or_apart(
+    origins: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At one commit, too: what was not committed differs."""
+    others = [*made("cce_kahan", {"linrnn": "e" * 12}, gib=5), *made("liger", {"linrnn": "e" * 12}, gib=5)]
+    write_runs(tmp_path / "g", [*made("compiled"), *others])
+    options = ["group=g", f"results_dir={tmp_path}", f"origins={origins}"]
+    report, *_ = make_report(load_config(options, "report"))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    for words in (
+        "differ in code of linrnn. A (commit ccccccccc): gla-cce_kahan-8-s0",
+        "; B (commit ccccccccc): gla-co",
+    ):
+        assert words in line
+    assert ("origins=apart" in line) == (origins == "together")
+    text = report.read_text()
+    assert line.removeprefix("warning: ") in text, "the report says the same"
+    together = "| peak memory, ratio | 0.500 | 0.500 to 0.500 | 5 | gla | cce_kahan | compiled |"
+    assert (together in text) == (origins == "together")
+    assert ("| origin | model |" in text) == (origins == "apart")
+    assert {one.environment["code"]["linrnn"][0] for one in read_committed(report.parent)} == {"a", "e"}
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_runs_on_two_gpus_are_a_table_with_a_warning_and_read_back_as_two_origins(tmp_path: Path) -> None:
+    runs = [*five("compiled"), *(replace(one, environment=ELSEWHERE) for one in five("cce_kahan"))]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "the runs differ in device. A" in text
+    assert [one.environment["gpus"] for one in read_committed(tmp_path)] == 5 * [HERE["gpus"]] + 5 * [ELSEWHERE["gpus"]]
+
+
+# ----------------------------------------------------------------------------------------------------- groups, files
+@pytest.mark.usefixtures("text_alone")
+def test_a_report_is_made_again_from_its_rows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary, runs = tmp_path / "summaries" / "pair", [run("compiled"), run("cce_kahan", gib=5)]
+    stranger = {**answer("compiled", 3, 10), "size": "1b3"}
+    write_report(runs, summary, "pair", Inputs(max_batches=[answer("compiled", 12, 1000), stranger]))
+    assert [entry["max_sequences"] for entry in read_list(summary / MAX_BATCHES)] == [12], "of the runs' sizes alone"
+    before = {name: (summary / name).read_bytes() for name in ("report.md", COMMITTED)}
+    (summary / "report.md").unlink()
+    paths = make_report(load_config(["group=pair", f"results_dir={tmp_path}"], "report"))
+    assert f"read 2 committed runs of {summary}" in capsys.readouterr().out
+    assert paths[0] == summary / "report.md"
+    assert {name: (summary / name).read_bytes() for name in before} == before
+    for wrong, cause in (([], "neither"), (["group=g", f"summary={summary}"], "are both named")):
+        with pytest.raises(ConfigError, match=cause):
+            make_report(load_config(wrong, "report"))
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_the_report_of_other_runs_is_not_overwritten(tmp_path: Path) -> None:
+    runs, options = FIVE_SEEDS[:3], ["group=g", f"results_dir={tmp_path}"]
+    write_report(runs, tmp_path / "summaries" / "g", "g")
+    write_runs(tmp_path / "g", runs[:1])
+    with pytest.raises(ConfigError, match="a report of 2 runs that are not here") as refusal:
+        make_report(load_config(options, "report"))
+    assert "output_dir=" in refusal.value.remedy
+    write_runs(tmp_path / "g", runs)
+    make_report(load_config(options, "report"))
+
+
+def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path: Path) -> None:
+    write_runs(tmp_path / "mine", FIVE_SEEDS[:1])
+    with pytest.raises(DataError, match="group=other") as refused:
+        make_report(load_config(["group=other", f"results_dir={tmp_path}"], "report"))
+    assert "With runs: mine. Committed: none" in refused.value.remedy
+    with pytest.raises(DataError, match="mine holds runs, and no report") as no_report:
+        make_report(load_config([f"summary={tmp_path / 'mine'}"], "report"))
+    assert f"results_dir={tmp_path} group=mine" in no_report.value.remedy
+
+
+def test_the_plots_are_those_that_the_runs_allow(tmp_path: Path) -> None:
+    times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}, "steps": 20}
+    lengths = [run("cce_kahan", seq_len=t, batch_size=16384 // t, **times) for t in (512, 2048)]
+    chunks = [run("cce_kahan", seed=1, chunk_size=c, **times) for c in (64, 128)]
+    for number, (runs, expected) in enumerate(
+        (
+            (lengths, {"speed_by_seq_len.png", "loss_memory_by_seq_len.png", "loss_time_by_seq_len.png"}),
+            (chunks, {"speed_by_chunk_size.png", "memory.png"}),
+            (FIVE_SEEDS, {"overview.png", "loss_curves.png", "pareto.png", "memory.png"}),
+        )
+    ):
+        paths = write_report(runs, tmp_path / str(number), "g")
+        assert {path.name for path in paths if path.suffix == ".png"} == expected
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+def test_the_page_needs_no_other_file_and_no_network(page: Path) -> None:
+    text = page.read_text()
+    read = Page(text)
+    assert not {"link", "iframe", "object", "embed"} & {tag for tag, _, _ in read.attributes}
+    for tag, name, value in read.attributes:
+        if name in ("src", "srcset", "data", "action", "poster"):
+            assert value.startswith("data:image/png;base64,"), (tag, name)
+        if name == "href":
+            assert value.startswith("#")
+    style, [policy] = "".join(read.texts["style"]), [v for _, n, v in read.attributes if n == "content" and "src" in v]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert "default-src 'none'" in policy, "the browser refuses every request as well"
+    pictures = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
+    assert len(pictures) == len(list(page.parent.glob("*.png"))) > 0
+    anchors = [value for _, name, value in read.attributes if name == "id"]
+    assert len(set(anchors)) == len(anchors)
+    assert {value[1:] for _, name, value in read.attributes if name == "href"} <= set(anchors)
+
+
+def test_details_are_folded_and_what_matters_is_not(page: Path) -> None:
+    text = page.read_text()
+    folded = re.findall(r"<details><summary><h2[^>]*>(.*?)</h2>", text)
+    assert {"Runs", "How the runs were made", "Abbreviations", "How targets are judged"} <= set(folded)
+    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
+    assert headings[:2] == ["In short", "Targets"]
+    assert not {"In short", "Targets", "Plots"} & set(folded)
+    assert text.index("<img") < text.index("<table"), "a picture stands before the first table"
+    rows = [row for table in Page(text).tables if table[0][0].startswith("answer") for row in table[1:]]
+    assert {row[0] for row in rows} == {"✗ not reached"}, "readable without colour"
+
+
+def test_a_group_that_was_trained_here_is_a_report_of_one_file(
+    small_of_module: Callable[..., list[str]],
+) -> None:
+    """From train.py's runs to the page: every run, its command, sentences, a target's answer."""
+    common = ("model=transformer", "size=smoke", "group=tiny", "trainer.max_steps=52", "schedule.steps=52")
+    common += ("trainer.seq_len=16", "trainer.batch_size=1", "trainer.valid_tokens=32", "trainer.checkpoint_every=0")
+    for loss in ("standard", "cce_kahan"):
+        for seed in (0, 1):
+            options = small_of_module(*common, f"loss={loss}", f"seed={seed}")
+            Trainer(load_config(options)).fit()
+    results = Path(load_config(options).results_dir)
+    store_targets([{**LOSS, "of": "standard"}], results / "tiny")
+    paths = make_report(load_config(["group=tiny", f"results_dir={results}"], "report"))
+    read = Page(paths[1].read_text())
+    [first, second, third] = [text.strip() for text in read.texts["li"]][:3]
+    assert first.startswith("Across 4 runs on a CPU, cce_kahan stands beside standard")
+    assert "2 pairs" in second
+    assert third == "The sweep's targets: 1 inconclusive."
+    [of_the_runs] = [table for table in read.tables if any("status" in cell for cell in table[0])]
+    assert len(of_the_runs) == 1 + 4
+    [commands] = [text for text in read.texts["pre"] if text.strip()]
+    assert len(commands.splitlines()) == 4
+    assert (results / "summaries" / "tiny" / TARGETS).exists()
+    assert read_committed(paths[0].parent)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+    hostile = run("compiled", command="python train.py a='<script>alert(1)</script>' & b")
+    text = write_report([hostile], tmp_path, "<i>", Inputs(source="<b>", again="<u>"))[1].read_text()
+    assert len(re.findall("<script>", text)) == 1
+    assert not re.findall("<[ibu]>", text)
+    assert str(inline("**a** <b> `c`")) == "<strong>a</strong> &lt;b&gt; <code>c</code>"
+
+
+def test_a_remark_on_a_failure_names_the_run_where_model_loss_and_batch_are_those_of_several() -> None:
+    diverged = {"status": "diverged", "reason": "the loss is nan at step 9"}
+    runs = [run("liger", seed=seed, **diverged) for seed in (0, 1)] + [run("liger", batch_size=7, **diverged)]
+    lines = [line.partition(": diverged")[0] for line in on_runs(runs) if "diverged" in line]
+    assert lines == [f"gla x liger, B = 8, gla-liger-8-s{seed}" for seed in (0, 1)] + ["gla x liger, B = 7"]
+
+
+def test_the_speed_of_runs_that_did_not_finish_is_labelled_by_their_own_clock() -> None:
+    nothing = dict.fromkeys(("tokens_per_second", "tokens_per_second_is", "step_time_ms_median", "device"))
+    failed = run("compiled", **nothing, status="failed", run_name="a-s0")
+    interrupted = run("compiled", device="cpu", status="interrupted", run_name="b-s0")
+    for runs, speed, sentence in (
+        ([failed], "tokens/s, not measured", "Tokens/s are not measured"),
+        ([failed, interrupted], "tokens/s, wall clock", "Tokens/s are by wall clock"),
+    ):
+        columns = of_runs(runs).columns
+        assert (speed in columns, "step, ms" in columns, sentence in on_figures(runs)) == (True, True, True)
+
+
+def test_a_report_of_runs_that_never_started_says_so_and_prints_no_none() -> None:
+    failed = Run(run("compiled", status="failed").summary, {})
+    assert on_origin([failed]) == ["device, commit and versions are not recorded, because no run started"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_a_heading_sorts_its_table(page: Path, tmp_path: Path) -> None:
+    """Node runs the page's own script on a table of plain objects that behave like a browser's."""
+    read = Page(page.read_text())
+    [script] = [text for text in read.texts["script"] if text.strip()]
+    program = tmp_path / "sort.js"
+    program.write_text(
+        script
+        + """
+const cells = (texts) => texts.map((textContent) => ({ textContent }));
+const heading = (isNumber) => ({
+  attributes: { "aria-sort": "none" },
+  classList: { contains: () => isNumber },
+  addEventListener(_, act) { this.click = act; },
+  getAttribute(name) { return this.attributes[name]; },
+  setAttribute(name, value) { this.attributes[name] = value; },
+});
+const heads = [heading(false), heading(true)];
+const body = { rows: [["b10", "1,200"], ["b9", "-"], ["a", "-3.5%"], ["c", "0.97 to 1.1"], ["d", "1.5e3"]]
+  .map((texts) => ({ cells: cells(texts) })), append(...rows) { this.rows = rows; } };
+makeSortable({ tHead: { rows: [{ cells: heads }] }, tBodies: [body] });
+const seen = [];
+for (const column of [1, 1, 0, 1]) {
+  heads[column].click();
+  seen.push([body.rows.map((row) => row.cells[0].textContent), heads.map((one) => one.attributes["aria-sort"])]);
+}
+console.log(JSON.stringify(seen));
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run(["node", str(program)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    up = ["a", "c", "b10", "d", "b9"]
+    assert json.loads(done.stdout) == [
+        [up, ["none", "ascending"]],
+        [["d", "b10", "c", "a", "b9"], ["none", "descending"]],
+        [["a", "b9", "b10", "c", "d"], ["ascending", "none"]],
+        [up, ["none", "ascending"]],
+    ]

@@ -1,0 +1,92 @@
+"""Plots of runs: one look per loss, seeds as bands and intervals, no crowded labels."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from linrnn.core.plot_style import LOSSES, in_words, looks
+from linrnn.losses import loss_names
+from linrnn.models.facts import model_in_words
+from linrnn.report import plots
+from linrnn.report.runs import read_committed
+
+ROOT = Path(__file__).resolve().parents[2]
+SUMMARIES = ROOT / "results" / "summaries"
+
+
+def test_every_loss_has_a_colour_and_a_marker_of_its_own_and_compiled_is_grey() -> None:
+    assert set(loss_names()) <= LOSSES.keys()
+    for kind in (0, 1):
+        assert len({look[kind] for look in LOSSES.values()}) == len(LOSSES)
+    red, green, blue = (int(LOSSES["compiled"][0][i : i + 2], 16) for i in (1, 3, 5))
+    assert red == green == blue
+
+
+def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
+    found = looks(["cce_kahan accumulate=bf16", "cce_kahan", "liger", "unknown"])
+    plain, variant = found["cce_kahan"], found["cce_kahan accumulate=bf16"]
+    assert (plain.colour, plain.marker) == (variant.colour, variant.marker)
+    assert (plain.filling, plain.dash) == ("full", "-")
+    assert (plain.filling, plain.dash) != (variant.filling, variant.dash)
+    assert next(iter(found)) == "cce_kahan accumulate=bf16", "legends keep the order"
+    many = looks(["cce_kahan", *(f"cce_kahan workspace_mib={2**k}" for k in range(11))]).values()
+    assert len({(look.colour, look.filling) for look in many}) == len({(look.colour, look.dash) for look in many}) == 12
+
+
+def test_losses_and_models_are_named_in_words() -> None:
+    assert in_words("compiled") == "compiled (torch.compile)"
+    assert in_words("cce_kahan accumulate=bf16") == "cce_kahan (ours, exact) accumulate=bf16"
+    assert in_words("liger") == "liger"
+    assert model_in_words("gla", "1b3", 1_740_000_000) == "GLA 1b3 (1.7 B parameters)"
+    assert model_in_words("kda", "mve", 10_291_200) == "KDA mve (10 M parameters)"
+    assert model_in_words("gla", "smoke", 461_696) == "GLA smoke (0.46 M parameters)"
+
+
+def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> None:
+    runs = read_committed(SUMMARIES / "mve")
+    names = {"compiled", "standard", "liger", "cce_kahan"}
+    assert names <= {run.summary["loss"] for run in runs}
+    figure = plots.loss_curves(runs, margin=0.01)
+    top, bottom = figure.axes
+    assert len(top.lines) == 5, "four losses, one of them with two options"
+    assert len(bottom.lines) == 4, "all but the baseline"
+    assert len(top.collections) == 4, "bands of those with several seeds"
+    many = [
+        replace(run, summary={**run.summary, "loss": f"loss{i}", "run_name": f"{i}"})
+        for i in range(9)
+        for run in runs[:1]
+    ]
+    crowded = plots.loss_curves([*many, *[run for run in runs if run.summary["loss"] == "compiled"]])
+    assert len(crowded.axes[0].lines) == 6
+    assert any("compiled" in text.get_text() for text in crowded.legends[0].get_texts())
+    pyplot.close("all")
+
+
+def test_speeds_of_several_seeds_have_an_interval() -> None:
+    figure = plots.pareto(read_committed(SUMMARIES / "mve"))
+    assert figure.axes[0].containers, "error bars"
+    assert figure.axes[0].get_ylim()[0] == 0
+    tick = figure.axes[0].yaxis.get_major_formatter()
+    assert [tick(value) for value in (2.5, 1200.0)] == ["2.5", "1,200"]
+    pyplot.close(figure)
+
+
+def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> None:
+    runs = [run for run in read_committed(SUMMARIES / "phase2_expandable") if run.summary["loss"] == "standard"]
+    figure = plots.memory_parts(runs)
+    peaks = sorted(run.summary["peak_memory_bytes"] / 2**30 for run in runs)
+    ends = sorted(patch.get_x() + patch.get_width() for patch in figure.axes[0].patches)
+    assert ends[-1] == pytest.approx(peaks[-1], rel=1e-3)
+    pyplot.close(figure)
+
+
+def test_a_plot_over_batches_leaves_out_losses_with_one_batch_and_panels_without_a_line() -> None:
+    runs = read_committed(SUMMARIES / "largest_h100_gated_deltanet")
+    figure = plots.scaling([run for run in runs if run.finished], "batch_size")
+    [axes] = [axes for axes in figure.axes if axes.axison]
+    assert axes.get_title() == "Gated DeltaNet 1b3 (1.7 B parameters), full checkpointing"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cce_kahan (ours, exact)"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["75", "84"]
+    pyplot.close(figure)

@@ -1,0 +1,109 @@
+"""runs.json.xz holds every logged step, from which a report's verdicts and its rows' figures follow."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from linrnn.config import load_config
+from linrnn.report import make_report, write
+from linrnn.report.runs import COMMITTED, Run, read_committed, read_runs, write_committed
+from linrnn.report.steps import TIME_DIGITS, TIMES, packed, unpacked
+from linrnn.runs.figures import speed_of_run
+from linrnn.runs.summary import MEAN_OF_LAST
+from linrnn.training.trainer import Trainer
+from study.criteria import CURVES, PERPLEXITY, VALID_LOSS, verdicts
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+REPORTS = sorted(path.parent for path in RESULTS.glob(f"*/*/{COMMITTED}"))
+OF_LOSSES = (CURVES, PERPLEXITY, VALID_LOSS)
+SEEDS, STEPS_OF_RUN = range(5), 52
+
+
+@pytest.fixture(scope="module")
+def folder(small_of_module: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report on two losses and five seeds, trained on the CPU. One run was continued by a second process."""
+    common = ("model=transformer", "size=smoke", "group=tiny", f"trainer.max_steps={STEPS_OF_RUN}", "schedule.steps=52")
+    common += ("trainer.seq_len=16", "trainer.batch_size=1", "trainer.valid_tokens=32", "trainer.checkpoint_every=0")
+    for loss in ("standard", "cce_kahan"):
+        for seed in SEEDS:
+            options = small_of_module(*common, f"loss={loss}", f"seed={seed}")
+            if seed == 0:
+                Trainer(load_config([*options, "trainer.max_steps=20", "trainer.checkpoint_every=20"])).fit()
+            Trainer(load_config(options)).fit()
+    results = Path(load_config(options).results_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "_figures", lambda *given: [])
+        make_report(load_config(["group=tiny", f"results_dir={results}"], "report"))
+    return results / "summaries" / "tiny"
+
+
+def test_the_file_holds_what_metrics_jsonl_holds(folder: Path) -> None:
+    raw = {run.name: run for run in read_runs(folder.parents[1] / "tiny")}
+    committed = {run.name: run for run in read_committed(folder)}
+    assert committed.keys() == raw.keys()
+    for name, run in raw.items():
+        assert committed[name].losses == run.losses, "to the last bit"
+        assert len(run.losses) == STEPS_OF_RUN
+        assert committed[name].times.keys() == run.times.keys()
+        for key, series in run.times.items():
+            assert [step for step, _ in committed[name].times[key]] == [step for step, _ in series]
+            assert all(
+                abs(a[1] - b[1]) <= 10.0**-TIME_DIGITS for a, b in zip(committed[name].times[key], series, strict=True)
+            )
+
+
+def test_verdicts_of_the_committed_report_are_those_of_its_runs(folder: Path) -> None:
+    raw = verdicts(read_runs(folder.parents[1] / "tiny"))
+    assert verdicts(read_committed(folder)) == raw
+    decided = [v for v in raw if v.target in OF_LOSSES and v.backend == "cce_kahan" and v.n == len(SEEDS)]
+    assert len(decided) == 3, "each has an interval"
+    assert all(v.low is not None and v.low < v.high for v in decided)
+
+
+@pytest.mark.parametrize("directory", REPORTS, ids=lambda path: path.name)
+def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(directory: Path) -> None:
+    for run in read_committed(directory):
+        summary, losses = run.summary, dict(run.losses)
+        last = [losses.get(step) for step in range(max(summary["steps"] - MEAN_OF_LAST, 0) + 1, summary["steps"] + 1)]
+        if last and None not in last and summary["status"] == "finished":
+            exact = last == np.float32(last).tolist()  # some runs kept six digits
+            assert fmean(last) == pytest.approx(summary["train_loss_nats"], rel=0, abs=1e-9 if exact else 1e-5)
+        records: dict[int, dict[str, float]] = {}
+        for name in TIMES:
+            for step, value in run.times.get(name, ()):
+                records.setdefault(step, {})[f"speed/{name}"] = value
+        speed = speed_of_run(list(records.values()), tokens_per_step=1) if records else {}
+        for key in ("wall_step_ms", "step_time_ms_median", "loss_layer_ms"):
+            assert speed.get(key) is None or speed[key] == pytest.approx(summary[key], rel=0, abs=10.0**-TIME_DIGITS)
+
+
+def test_few_bytes_hold_every_step(tmp_path: Path) -> None:
+    """72 runs of 305 steps, as 6 losses with 12 seeds make them: 400 KB at most."""
+    drawn = random.Random(0)
+    runs = []
+    for number in range(72):
+        losses = [
+            (step, float(np.float32(5 + 5 * math.exp(-step / 80) + drawn.gauss(0, 0.05)))) for step in range(1, 306)
+        ]
+        measured = range(6, 306)
+        times = {
+            name: [(step, float(np.float32(drawn.gauss(ms, ms / 50)))) for step in measured]
+            for name, ms in (("wall_step_ms", 16), ("step_ms", 15), ("loss_forward_ms", 1.9), ("loss_backward_ms", 0.7))
+        }
+        times["measured_steps"] = [(step, 1) for step in measured]
+        runs.append(Run({"run_name": f"run-{number}", "seed": number}, {}, losses, times=times))
+    path = write_committed(runs, tmp_path)
+    assert path.stat().st_size < 400_000
+    assert [run.losses for run in read_committed(tmp_path)] == [run.losses for run in runs]
+
+
+def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond() -> None:
+    series = {"loss_nats": [(4, 1 / 3), (8, float(np.float32(2 / 3)))], "loss/share": [(8, float(np.float32(0.1)))]}
+    times = {"wall_step_ms": [(8, 1.23456789)]}
+    assert unpacked(json.loads(json.dumps(packed(series | times)))) == series | {"wall_step_ms": [(8, 1.2346)]}

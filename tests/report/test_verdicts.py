@@ -1,0 +1,526 @@
+"""Runs are compared by seed, and judged by intervals in both directions. What was not measured is never an answer."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_runs import BLOCKS, ELSEWHERE, FIVE_SEEDS, FLOAT8, GIB, HERE, answer, five, only, run, trained
+from matplotlib import pyplot
+
+from linrnn.report import curves, plots, write, write_report
+from linrnn.report.runs import Run, backend_names, read_committed, read_runs, write_committed
+from linrnn.report.targets import Verdict
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate, ratio_of_means
+from linrnn.runs.intervals import answer as answer_of
+from linrnn.runs.mixtures import read_origin
+from study.criteria import CRITERIA
+from study.criteria import verdicts as judged
+
+MEMORY, SPEED, BATCH, SPEED_AT_LARGEST = (CRITERIA[k] for k in ("MEMORY", "SPEED", "BATCH", "SPEED_AT_LARGEST"))
+PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS = (CRITERIA[k] for k in ("PERPLEXITY", "VALID_LOSS", "CURVES", "FINAL_LOSS"))
+BACKWARD, SHARE, SHARE_WITHOUT = (CRITERIA[k] for k in ("BACKWARD", "SHARE", "SHARE_WITHOUT"))
+MVE_MEMORY, MVE_SPEED, MVE_NOT_SLOWER = (CRITERIA[k] for k in ("MVE_MEMORY", "MVE_SPEED", "MVE_NOT_SLOWER"))
+MVE_LARGER, MVE_LOSS = (CRITERIA[k] for k in ("MVE_LARGER", "MVE_LOSS"))
+
+
+@pytest.fixture
+def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without their pictures, which take most of the time."""
+    monkeypatch.setattr(write, "_figures", lambda *given: [])
+
+
+NO_TIMES = {
+    **dict.fromkeys(("tokens_per_second", "step_time_ms_median", "wall_step_ms", "mfu", "mfu_6n")),
+    "tokens_per_second_is": "not measured: other runs shared the GPU",
+    "measured_steps": 0,
+    "gpu_shared": True,
+}
+OF_TIMES = (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER, BACKWARD)
+
+
+def test_ratios_are_medians_over_paired_seeds_with_intervals() -> None:
+    found = judged(FIVE_SEEDS)
+    memory = only(found, MEMORY, "cce_kahan", "compiled")
+    assert (memory.value, memory.verdict, memory.n) == (pytest.approx(0.52), "reached", 5)
+    assert (memory.low, memory.high) == (pytest.approx(0.5), pytest.approx(0.55)), "memory does not scatter: a range"
+    eager = only(found, MEMORY, "cce_kahan", "standard")
+    assert eager.value == pytest.approx(0.26)
+    speed = only(found, SPEED, "cce_kahan", "compiled")
+    assert (speed.value, speed.verdict) == (pytest.approx(1.09), "inconclusive"), "the interval holds 1.08"
+    assert speed.low is not None
+    assert speed.high is not None
+    assert speed.low < 1.08 < speed.high
+    loss = only(found, MVE_LOSS, "cce_kahan", "compiled")
+    assert (loss.value, loss.verdict) == (pytest.approx(0.004), "reached")
+    curve = only(found, CURVES, "cce_kahan", "compiled")
+    assert (curve.value, curve.verdict) == (pytest.approx(0.004), "reached")
+    perplexity = only(found, PERPLEXITY, "cce_kahan", "compiled")
+    assert (perplexity.value, perplexity.verdict) == (pytest.approx(0.04), "reached")
+    valid = only(found, VALID_LOSS, "cce_kahan", "compiled")
+    assert (valid.value, valid.verdict) == (pytest.approx(0.004), "reached")
+
+
+@pytest.mark.parametrize("n", range(1, 5))
+def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
+    runs = [*five("compiled")[:n], *five("cce_kahan", speed=5000, gib=1)[:n]]
+    found = judged(runs)
+    for criterion in (
+        SPEED,
+        PERPLEXITY,
+        VALID_LOSS,
+        CURVES,
+        MVE_LOSS,
+    ):
+        verdict = only(found, criterion, "cce_kahan", "compiled")
+        assert (verdict.verdict, verdict.n) == ("inconclusive", n)
+        assert f"n = {n}, needs 5" in verdict.remark
+    assert only(found, MEMORY, "cce_kahan", "compiled").verdict == "reached", "one run decides"
+
+
+def test_equal_within_a_margin_means_to_either_side() -> None:
+    """A perplexity two below the baseline's is welcome, but it is not the same model."""
+    for nats, expected in ((4.8, "not reached"), (5.2, "not reached"), (5.004, "reached"), (4.996, "reached")):
+        found = judged([*five("compiled"), *five("cce_kahan", nats=nats)])
+        for criterion in (PERPLEXITY, VALID_LOSS, MVE_LOSS):
+            assert only(found, criterion, "cce_kahan", "compiled").verdict == expected
+
+
+def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> None:
+    """Differences of 0.001 nats are 0.3 in perplexity: the nats are decided, the perplexity says what it would need."""
+    drifts = (0.001, -0.001, 0.001, -0.001, 0.0)
+    ours = [run("cce_kahan", seed=s, nats=5 + d, valid_perplexity=200 + 300 * d) for s, d in enumerate(drifts)]
+    base = [run("compiled", seed=s, valid_perplexity=200) for s in range(5)]
+    found = judged([*base, *ours])
+    perplexity = only(found, PERPLEXITY, "cce_kahan", "compiled")
+    assert perplexity.verdict == "inconclusive"
+    assert perplexity.remark == "±0.1 needs about 25 pairs at this scatter", "(1.645 x 0.3 / 0.1)² = 24.4"
+    valid = only(found, VALID_LOSS, "cce_kahan", "compiled")
+    assert (valid.verdict, valid.n, valid.remark) == ("reached", 5, "")
+
+
+def test_the_final_loss_of_a_larger_model_is_judged_and_says_how_many_pairs_its_margin_needs() -> None:
+    drifts = (0.03, -0.03, 0.03, -0.03, 0.0)
+    ours = [run("cce_kahan", seed=s, size="350m", nats=5 + d) for s, d in enumerate(drifts)]
+    base = [run("compiled", seed=s, size="350m") for s in range(5)]
+    found = judged([*base, *ours])
+    for criterion in (FINAL_LOSS, VALID_LOSS):
+        verdict = only(found, criterion, "cce_kahan", "compiled")
+        assert verdict.verdict == "inconclusive"
+        assert verdict.remark == "±0.01 needs about 25 pairs at this scatter", "(1.645 x 0.03 / 0.01)² = 24.4"
+    assert not [v for v in found if v.target == MVE_LOSS]
+
+
+def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
+    nothing = None
+    for rule, target, expected in (
+        (AT_MOST, 1.0, (True, nothing, False)),
+        (AT_LEAST, 1.0, (False, nothing, True)),
+        (WITHIN, 0.9, (True, nothing, False)),
+    ):
+        assert (
+            tuple(answer_of(low, high, rule, target) for low, high in ((0.5, 0.9), (0.5, 1.1), (1.1, 1.2))) == expected
+        )
+    assert answer_of(-1.2, -1.0, WITHIN, 0.9) is False
+    assert answer_of(-1.2, 1.2, WITHIN, 0.9) is None
+
+
+def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten() -> None:
+    draw = random.Random(0)
+    studies = [[1.05 * 2.718281828 ** draw.gauss(0, 0.02) for _ in range(5)] for _ in range(1000)]
+    found = [estimate(values, ratios=True) for values in studies]
+    held = sum(one.low <= 1.05 <= one.high for one in found if one.low is not None and one.high is not None)
+    assert 0.87 < held / len(found) < 0.93
+    inverse = estimate([1 / value for value in studies[0]], ratios=True)
+    assert found[0].low is not None
+    assert inverse.high == pytest.approx(1 / found[0].low), "neither loss is preferred"
+
+
+def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_times_in_ten() -> None:
+    draw = random.Random(0)
+
+    def ratios(mean: float, spread: float) -> list[float]:
+        return [mean * 2.718281828 ** draw.gauss(0, spread) for _ in range(8)]
+
+    found = [ratio_of_means(ratios(1.05, 0.02), ratios(1.08, 0.005)) for _ in range(1000)]
+    held = sum(one.low <= 1.05 / 1.08 <= one.high for one in found if one.low is not None and one.high is not None)
+    assert 0.87 < held / len(found) < 0.93
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
+    """With another learning rate or other initial weights, loss and curve say nothing about the loss layer."""
+    fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
+    runs = [run("compiled", training=slow), run("cce_kahan", training=fast, nats=4.0)]
+    compared = [v for v in judged(runs) if v.against == "compiled" and v.value is not None]
+    assert not compared
+    both = [*runs, run("cce_kahan", training=slow, run_name="gla-cce_kahan-lr0.001")]
+    values = [v.value for v in judged(both) if v.target == SPEED and v.against == "compiled"]
+    assert [value for value in values if value is not None] == [1.0]
+    table = write_report(both, tmp_path, "g")[0].read_text()
+    assert "| run | model |" in table, "two rows would look alike"
+    assert "| gla-cce_kahan-lr0.001 | gla |" in table
+
+
+def test_losses_of_a_few_steps_are_not_compared() -> None:
+    found = judged([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
+    for criterion in (PERPLEXITY, VALID_LOSS, MVE_LOSS, CURVES):
+        verdict = only(found, criterion, "cce_kahan", "compiled")
+        assert verdict.verdict == "not measured"
+        assert "50 steps" in verdict.remark
+    assert only(found, MEMORY, "cce_kahan", "compiled").value is not None
+
+
+def test_times_of_a_few_steps_are_not_compared() -> None:
+    times = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}}
+    found = judged([run("compiled", **times), run("cce_filter", speed=2000, measured_steps=4, **times)])
+    for criterion in (SPEED, MVE_SPEED, BACKWARD):
+        verdict = only(found, criterion, "cce_filter", "compiled")
+        assert (verdict.verdict, "5 steps after the warm-up" in verdict.remark) == ("not measured", True)
+
+
+def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side() -> None:
+    times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.07}, "step_time_ms_median": 1.0}  # free: 1.136 x
+    for speed, verdict, words in (
+        (1767, "inconclusive", "beyond what a free loss would give (1.136): noise"),
+        (1100, "reached", ""),
+        (500, "inconclusive", "below 0.880, what a free loss would give the baseline: noise"),
+    ):
+        runs = [*five("compiled", **times), *five("cce_kahan", speed=speed, **times)]
+        found = only(judged(runs), SPEED, "cce_kahan", "compiled")
+        assert (found.verdict, found.remark) == (verdict, words)
+
+
+def test_the_bound_of_a_free_loss_is_that_of_the_wall_clock_where_steps_were_timed_by_it() -> None:
+    times: dict[str, Any] = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}, "step_time_ms_median": 4.0}
+    times |= {"wall_step_ms": 10.0, "host_step_ms": 6.0}
+    runs = [*five("compiled", **times), *five("cce_kahan", speed=1300, **times)]
+    found = only(judged(runs), SPEED, "cce_kahan", "compiled")
+    assert found.remark == "beyond what a free loss would give (1.250): noise; the host decides the speed"
+
+
+def test_speed_on_a_cpu_is_no_answer() -> None:
+    cpu = {"memory_bytes": {"resident_peak": GIB}}
+    runs = [*five("compiled", **cpu), *five("cce_kahan", speed=2000, **cpu)]
+    for batch in (16, 32):
+        runs += [*five("compiled", batch_size=batch, **cpu), *five("cce_kahan", batch_size=batch, speed=2000, **cpu)]
+    found = judged(runs)
+    for criterion in (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER):
+        verdict = only(found, criterion, "cce_kahan", "compiled")
+        assert (verdict.verdict, "on a GPU" in verdict.remark) == ("not measured", True)
+
+
+def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock() -> None:
+    def old(runs: list[Run]) -> list[Run]:
+        kept = [{k: v for k, v in one.summary.items() if k != "tokens_per_second_is"} for one in runs]
+        return [replace(one, summary=summary) for one, summary in zip(runs, kept, strict=True)]
+
+    base, ours = five("compiled"), five("cce_kahan", speed=2000)
+    both = only(judged([*old(base), *old(ours)]), SPEED, "cce_kahan", "compiled")
+    assert (both.verdict, both.value) == ("inconclusive", 2.0)
+    assert "to be measured again" in both.remark
+    mixed = only(judged([*old(base), *ours]), SPEED, "cce_kahan", "compiled")
+    assert mixed.value is None
+
+
+def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
+    found = judged([run("cce_kahan")])
+    memory = only(found, MEMORY, "cce_kahan", "compiled")
+    assert (memory.verdict, memory.value, memory.n) == ("not measured", None, 0)
+    assert "compiled has no finished run" in memory.remark
+    assert "find_max_batch" in only(found, BATCH, "cce_kahan", "compiled").remark
+
+
+def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
+    found = judged([run("cce_kahan", gib=10)])
+    gradients = 2 * 256 * (8 * 2048 + 32000)
+    assert only(found, SHARE, "cce_kahan", None).value == pytest.approx(0.1)
+    without = only(found, SHARE_WITHOUT, "cce_kahan", None)
+    assert without.value == pytest.approx((GIB - gradients) / (10 * GIB))
+
+
+def test_a_process_s_memory_on_a_cpu_is_no_answer() -> None:
+    runs = [run(loss, memory_bytes={"resident_peak": GIB}) for loss in ("compiled", "cce_kahan")]
+    found = judged(runs)
+    for criterion in (MEMORY, MVE_MEMORY):
+        assert only(found, criterion, "cce_kahan", "compiled").verdict == "not measured"
+        assert "GPU" in only(found, criterion, "cce_kahan", "compiled").remark
+
+
+def test_a_run_that_was_made_again_is_no_further_seed() -> None:
+    again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
+    memory = only(judged([run("compiled"), *again]), MEMORY, "cce_kahan", "compiled")
+    assert (memory.value, memory.n, memory.low) == (0.5, 1, None)
+
+
+def test_runs_moved_aside_are_no_part_of_their_group(tmp_path: Path) -> None:
+    for name in ("gla-compiled-8-s0", "gla-compiled-8-s0.1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps(run("compiled").summary))
+    assert len(read_runs(tmp_path)) == 1
+
+
+def test_a_search_answers_also_where_the_runs_tell_more_losses_apart() -> None:
+    kahan, fp32 = ({"loss_options": {"accumulate": way}} for way in ("kahan", "fp32"))
+    answers = [answer("compiled", 8, 1000), {**answer("cce_kahan", 16, 1100), **kahan}]
+    runs = [
+        run(loss, seed=seed, **more) for loss, more in (("compiled", {}), ("cce_kahan", kahan)) for seed in range(3)
+    ]
+    met = only(judged(runs, answers), BATCH, "cce_kahan", "compiled")
+    assert (met.verdict, met.value) == ("reached", 2.0)
+    runs += [run("cce_kahan", seed=seed, run_name=f"fp32-{seed}", **fp32) for seed in range(3)]
+    found = judged(runs, answers)
+    both = [only(found, BATCH, f"cce_kahan accumulate={way}", "compiled") for way in ("kahan", "fp32")]
+    assert [one.verdict for one in both] == ["reached", "not measured"]
+
+
+def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> None:
+    answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
+    of_batches = (BATCH, "cce_kahan", "compiled")
+    found = judged(FIVE_SEEDS, answers)
+    batch = only(found, BATCH, "cce_kahan", "compiled")
+    assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "not reached")
+    speed = only(found, SPEED_AT_LARGEST, "cce_kahan", "compiled")
+    assert (speed.value, speed.verdict) == (pytest.approx(1.01), "inconclusive"), "a probe each"
+    compiled_blocks = {**answer("cce_kahan", 24, 1010), "training": "trainer.compile_blocks=True"}
+    unlike = judged(FIVE_SEEDS, [answer("compiled", 12, 1000), compiled_blocks])
+    assert only(unlike, BATCH, "cce_kahan", "compiled").value is None
+    of_two = [{**one, "parallel": "fsdp", "world_size": 2} for one in answers]
+    assert only(judged(FIVE_SEEDS, [answers[0], of_two[1]]), *of_batches).value is None
+    both = only(judged(FIVE_SEEDS, of_two), *of_batches)
+    assert both.value == pytest.approx(13 / 12)
+    assert "on each of 2 ranks (fsdp)" in both.setting
+    strange = judged(FIVE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
+    batch = only(strange, BATCH, "cce_kahan", "compiled")
+    assert batch.verdict == "not measured"
+    assert "another device" in batch.remark
+
+
+def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothing() -> None:
+    compiled, nothing = answer("compiled", 12, 1000), answer("cce_kahan", 0, 0)
+    cut_off = only(judged(FIVE_SEEDS, [compiled, {**nothing, "exact": False}]), BATCH, "cce_kahan", "compiled")
+    assert (cut_off.value, cut_off.verdict) == (None, "not measured")
+    assert "needs a search by scripts/find_max_batch.py" in cut_off.remark
+    on_the_way = answer("cce_kahan", 18, 1000)
+    for (ours, exact), (theirs, theirs_exact), word in (
+        ((18, False), (12, True), "reached"),  # at least 1.5
+        ((13, False), (12, True), "inconclusive"),
+        ((18, True), (12, False), "inconclusive"),
+    ):
+        answers = [
+            {**compiled, "max_sequences": theirs, "exact": theirs_exact},
+            {**on_the_way, "max_sequences": ours, "exact": exact},
+        ]
+        found = only(judged(FIVE_SEEDS, answers), BATCH, "cce_kahan", "compiled")
+        assert (found.verdict, found.remark) == (word, "a search did not end exact")
+    none = only(judged(FIVE_SEEDS, [compiled, nothing]), BATCH, "cce_kahan", "compiled")
+    assert (none.value, none.verdict) == (0, "not reached")
+
+
+def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_ran() -> None:
+    def larger(*runs: Run) -> Verdict:
+        return only(judged(runs), MVE_LARGER, "cce_kahan", "compiled")
+
+    both = [*FIVE_SEEDS, *five("compiled", batch_size=32, speed=1500), *five("cce_kahan", batch_size=32, speed=1800)]
+    verdict = larger(*both)
+    assert (verdict.value, verdict.verdict, verdict.n) == (pytest.approx(1.2), "reached", 5)
+    assert verdict.remark == "B = 32 against 32, of 8, 32"
+    alone = larger(*both, *five("cce_kahan", batch_size=64, speed=9000))
+    assert alone.value == verdict.value, "a batch that the baseline lacks counts for nothing"
+    assert alone.remark == "B = 32 against 32, of 8, 32; cce_kahan alone has B = 64"
+    one_batch = larger(*FIVE_SEEDS, *five("cce_kahan", batch_size=32, speed=1800))
+    assert (one_batch.verdict, "cce_kahan alone has B = 32" in one_batch.remark) == ("not measured", True)
+    unlike = (run("cce_kahan", speed=9e3, batch_size=32, seq_len=512), run("cce_kahan", speed=9e3, tokens=2))
+    assert larger(*both, *unlike) == verdict
+
+
+def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
+    times = {"compiled": 3.0, "cce_filter": 1.5}
+    runs = [one for loss, ms in times.items() for one in five(loss, loss_layer_ms={"forward": 1.0, "backward": ms})]
+    verdict = only(judged(runs), BACKWARD, "cce_filter", "compiled")
+    assert (verdict.value, verdict.verdict) == (2.0, "reached")
+    unmeasured = only(judged([run("compiled"), run("cce_filter")]), BACKWARD, "cce_filter", "compiled")
+    assert unmeasured.verdict == "not measured"
+    exact = judged([*runs, run("liger", loss_layer_ms={"forward": 4.0, "backward": 0.1})])
+    asked = {verdict.backend for verdict in exact if verdict.target == BACKWARD}
+    assert asked == {"cce_filter"}  # a loss that computes gradients in its forward pass has no backward pass to compare
+
+
+def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
+    full = [
+        run("compiled", gib=4, activation_checkpointing="full"),
+        run("cce_kahan", gib=1, activation_checkpointing="full"),
+    ]
+    found = judged([*FIVE_SEEDS, *full], [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)])
+    memory = [v for v in found if (v.target, v.backend, v.against) == (MEMORY, "cce_kahan", "compiled")]
+    assert [(v.value, v.setting) for v in memory] == [
+        (pytest.approx(0.52), "checkpointing none"),
+        (0.25, "checkpointing full"),
+    ]
+    batches = [v for v in found if (v.target, v.backend, v.against) == (BATCH, "cce_kahan", "compiled")]
+    assert [v.value for v in batches] == [pytest.approx(13 / 12), None]
+
+
+def test_blocks_that_are_executed_differently_are_judged_apart() -> None:
+    losses = {BLOCKS: {"compiled": 5.0, "cce_kahan": 5.001}, FLOAT8: {"compiled": 5.02, "cce_kahan": 5.022}}
+    runs = [
+        trained(loss, seed, training, nats + seed)
+        for training, both in losses.items()
+        for loss, nats in both.items()
+        for seed in range(5)
+    ]
+    found = [v for v in judged(runs) if (v.target, v.against) == (MVE_LOSS, "compiled")]
+    assert [(v.setting, v.n, v.verdict) for v in found if v.backend == "cce_kahan"] == [
+        ("compile=blocks", 5, "reached"),
+        ("compile=blocks, float8=blocks", 5, "reached"),
+    ]
+    assert [v.value for v in found] == [pytest.approx(0.001), pytest.approx(0.002)]
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) -> None:
+    times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.15}, "step_time_ms_median": 1.0}
+    runs = [run("compiled", **times), run("liger", **times), run("compiled", seed=1, **times)]
+    lines = write_report(runs, tmp_path, "g")[0].read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if "speed of a step without it" in line)
+    row = "| gla | {} | none | 8 | 2048 | 32,000 | 20.0% | 1.250 x |"
+    assert lines[at + 2 : at + 5] == [row.format("compiled"), row.format("liger"), ""]
+
+
+def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
+    options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
+    summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
+    assert backend_names(summaries) == ["cce_kahan accumulate=kahan", "cce_kahan accumulate=fp32", "standard"]
+    assert backend_names(summaries[1:]) == ["cce_kahan", "standard"]
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_run_that_ended_early_is_compared_over_the_steps_that_it_has(tmp_path: Path) -> None:
+    def course(loss: str, steps: int, nats: float, seed: int = 0) -> Run:
+        killed = {"status": "failed", "reason": "killed", "data_fingerprint": None, "training": "schedule.steps=80"}
+        curve = [(step, nats + 1 / step) for step in range(1, steps + 1)]
+        valid = [(step, 100 * nats + step) for step in (40, 80) if step <= steps]
+        last = {"train_loss_nats": curves.mean_of_last(curve)}
+        return replace(
+            run(loss, seed=seed, steps=steps, **(killed if steps < 80 else {}), **last),
+            losses=curve,
+            validations=valid,
+        )
+
+    runs = [course("cce_kahan", 70, 4.998), course("compiled", 80, 5.0), course("cce_kahan", 80, 4.9, seed=1)]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "| gla | cce_kahan, seed 0 | compiled, seed 0 | 70 | 0.0020 | -0.0020 | 40 | 539.80 | 540.00 |" in text
+    assert "| gla | cce_kahan, seed 1 | cce_kahan, seed 0 | 70 | 0.0980 | -0.0980 | 40 | 530.00 | 539.80 |" in text
+    assert "cce_kahan, seed 1 | compiled, seed 0" not in text
+    assert [one.validations for one in read_committed(tmp_path)] == [one.validations for one in runs]
+    figure = plots.loss_curves(runs)
+    assert max(figure.axes[1].lines[0].get_xdata()) == 70, "the killed run's curve is drawn against compiled's"
+    pyplot.close(figure)
+    assert "steps that two runs have" not in write_report(runs[1:], tmp_path, "g")[0].read_text()
+    short = [course("cce_kahan", 40, 4.998), runs[1]]
+    assert "steps that two runs have" not in write_report(short, tmp_path, "g")[0].read_text()
+
+
+def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path) -> None:
+    curves = {"entries_kept": [(1, 0.5), (2, 0.25)], "dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
+    filtered = replace(run("cce_filter"), statistics=curves)
+    paths = write_report([run("compiled"), filtered], tmp_path, "g")
+    assert "| gla | cce_filter | 0 | 37.5000% | 0.400 | - | - | - |" in paths[0].read_text()
+    assert (tmp_path / "dropped_mass.png").exists()
+    assert [one.statistics for one in read_committed(tmp_path)] == [{}, curves]
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Path) -> None:
+    state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 7}
+    shared = NO_TIMES | {"gpu_state": state}
+    losses = ("compiled", "cce_kahan", "cce_filter")
+    found = judged([one for loss in losses for one in five(loss, **shared)])
+    of_times = [v for v in found if v.target in OF_TIMES and v.against == "compiled"]
+    assert len(of_times) == 2 * 4 + 1, "the backward pass is asked of the filter alone"
+    assert {(v.verdict, v.value) for v in of_times} == {("not measured", None)}
+    assert all("not measured: the GPU was shared" in v.remark for v in of_times)
+    others = (
+        MVE_MEMORY,
+        MVE_LOSS,
+        CURVES,
+        PERPLEXITY,
+        VALID_LOSS,
+    )
+    assert {only(found, one, "cce_kahan", "compiled").n for one in others} == {5}
+    text = write_report([one for loss in losses for one in five(loss, **shared)], tmp_path, "g")[0].read_text()
+    assert "every run shared its GPU with other runs" in text
+    assert "tokens/s, not measured" in text
+    assert "other processes computed on the GPU" not in text
+
+
+def test_committed_runs_read_back(tmp_path: Path) -> None:
+    long = Run(run("compiled").summary, HERE, [(step, 1 / step) for step in range(1, 2404)], validations=[(9, 2.5)])
+    killed = Run(run("standard").summary, HERE, [(960, 0.5)], {"dropped_mass_mean": [(960, 1 / 3)]}, mixture=("gpus",))
+    idle = Run(run("liger").summary, ELSEWHERE)
+    write_committed([long, killed, idle], tmp_path)
+    assert read_committed(tmp_path) == [long, killed, idle], "to the last bit"
+
+
+def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
+    """A swing of 40 steps: means over 20 steps keep two thirds of it, means over 20 records of every 5th step none."""
+    flat = [(step, 5.0) for step in range(1, 401)]
+    swing = [(step, 5.0 + 0.03 * (1 if step % 40 < 20 else -1)) for step, _ in flat]
+    every = curves.compare(swing, flat).largest
+    assert every == pytest.approx(0.03)
+    for log_every in (2, 5, 10):
+        logged = [point for point in swing if point[0] % log_every == 0]
+        found = curves.compare(logged, flat)
+        assert (found.largest, found.every) == (pytest.approx(0.03), log_every)
+    assert curves.compare([point for point in swing if point[0] % 20 == 0], flat).largest is None, "no mean of one step"
+    assert curves.compare(swing[:19], flat[:19]).largest is None
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> None:
+    group = tmp_path / "results" / "g"
+    for one in [run("compiled"), run("cce_kahan", gib=1, speed=9000)]:
+        directory = group / one.name
+        directory.mkdir(parents=True)
+        (directory / "summary.json").write_text(json.dumps(one.summary))
+        second = ELSEWHERE if one.summary["loss"] == "cce_kahan" else HERE
+        processes = [
+            {**HERE, "from_step": 0, "to_step": 30, "command": "python train.py"},
+            {**second, "from_step": 30, "to_step": 60, "command": "python train.py"},
+        ]
+        (directory / "environment.json").write_text(json.dumps({"processes": processes}))
+    runs = read_runs(group)
+    assert {one.summary["loss"]: one.mixture for one in runs} == {"cce_kahan": ("device",), "compiled": ()}
+    for of_runs in (runs, read_committed(write_report(runs, tmp_path / "report", "g")[0].parent)):
+        assert not [v for v in judged(of_runs) if v.value is not None and v.backend == "cce_kahan"]
+        assert [one.mixture for one in of_runs] == [("device",), ()]
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in device; it takes part in no verdict**" in text
+    assert "| finished, a mixture |" in text
+
+
+def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:
+    first, idle = {**HERE, "from_step": 0, "to_step": 60}, {**ELSEWHERE, "from_step": 60, "to_step": 60}
+    assert read_origin({"processes": [first, idle]}).mixture == ()
+    assert read_origin({"processes": [first, {**idle, "to_step": None}]}).mixture == ("device",)
+    assert read_origin(HERE) == read_origin({"processes": [first]}), "a committed report has one flat entry"
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_runs_of_two_horizons_are_never_compared(tmp_path: Path) -> None:
+    def of(loss: str, horizon: int, **more: Any) -> Run:
+        words = f"optimizer.lr=0.001 schedule.steps={horizon} init_from=None"
+        return run(loss, training=words, run_name=f"{loss}-{horizon}", **more)
+
+    runs = [of("compiled", 60), of("cce_kahan", 120, nats=4.0, speed=3000, gib=1)]
+    assert not [v for v in judged(runs) if v.against == "compiled" and v.value is not None]
+    text = write_report(runs, tmp_path, "g")[0].read_text()
+    assert "| seed | steps | status |" in text
+    assert "| 0 | 60 of 120 | finished |" in text
+    assert "| 3,000 | - |" in text, "no ratio to a run of another horizon"
+    early = [replace(one, summary={**one.summary, "status": "interrupted"}) for one in runs]
+    assert "Over the steps that two runs have" not in write_report(early, tmp_path, "g")[0].read_text()
+    batches = [of("compiled", 60), of("compiled", 30, batch_size=16, steps=30)]
+    assert plots.varies(batches, "batch_size"), "fewer steps, because the batch is larger: one family"
