@@ -162,6 +162,7 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
         ({"metric": "valid_loss_nats", "within": "little"}, "give a number to one of"),
         ({"metric": "valid_loss_nats", "within": 0.1, "of": "compild"}, "nearest: compiled"),
         ({"metric": "valid_loss_nats", "within": 0.1, "model": "gla"}, "a target has metric, at_most"),
+        ({"metric": "valid_loss_nats", "within": 0.1, "pairs": 1}, "use 2 or more"),
     ],
 )
 def test_a_wrong_target_is_refused_with_what_is_right(entry: dict[str, Any], words: str) -> None:

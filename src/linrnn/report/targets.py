@@ -62,67 +62,42 @@ _BOTH = "runs of both losses in one setting"
 _TIMED = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
 _LEARNT = f"{_BOTH}, of {LEAST_STEPS} steps"
 _SEARCHED = "a search by scripts/find_max_batch.py for both"
-METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("peak_memory_bytes", "peak memory, ratio", ".3f", f"{_BOTH}, on a GPU", by_chance=False, always=True),
-        Metric("tokens_per_second", "tokens/s at the same batch, ratio", ".3f", f"{_BOTH}, {_TIMED}", always=True),
-        Metric("max_sequences", "largest batch under the budget, ratio", ".2f", _SEARCHED, by_chance=False),
-        Metric(
-            "tokens_per_second_at_max_sequences", "tokens/s, each at its own largest batch, ratio", ".3f", _SEARCHED
-        ),
-        Metric(
-            "tokens_per_second_at_fastest_batch",
-            "tokens/s, each at its fastest batch, equal tokens, ratio",
-            ".3f",
-            f"runs of both losses at the same several batches, {_TIMED}",
-        ),
-        Metric(
-            "train_loss_nats",
-            "final training loss, difference, nats",
-            "+.4f",
-            _LEARNT,
-            ratio=False,
-            of_losses=True,
-            always=True,
-        ),
-        Metric(
-            "valid_loss_nats",
-            "validation loss, difference, nats",
-            "+.4f",
-            _LEARNT,
-            ratio=False,
-            of_losses=True,
-            always=True,
-        ),
-        Metric("valid_perplexity", "validation perplexity, difference", "+.3f", _LEARNT, ratio=False, of_losses=True),
-        Metric(
-            "curve_difference",
-            f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
-            ".4f",
-            f"{_LEARNT}, at least every {SMOOTHED_STEPS // 2}th of them logged",
-            ratio=False,
-            of_losses=True,
-        ),
-        Metric("backward_speed_up", "backward pass of the loss layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
-        Metric(
-            "loss_layer_share",
-            "loss layer's share of peak memory, gradients counted",
-            ".1%",
-            "a run on a GPU",
-            by_chance=False,
-            alone=True,
-        ),
-        Metric(
-            "loss_layer_share_without_gradients",
-            "loss layer's share of peak memory, without gradients",
-            ".1%",
-            "a run on a GPU",
-            by_chance=False,
-            alone=True,
-        ),
-    )
-}
+_DIFFERENCE: dict[str, Any] = {"ratio": False, "of_losses": True}
+_SHARE: dict[str, Any] = {"by_chance": False, "alone": True}
+_METRICS = (
+    Metric("peak_memory_bytes", "peak memory, ratio", ".3f", f"{_BOTH}, on a GPU", by_chance=False, always=True),
+    Metric("tokens_per_second", "tokens/s at the same batch, ratio", ".3f", f"{_BOTH}, {_TIMED}", always=True),
+    Metric("max_sequences", "largest batch under the budget, ratio", ".2f", _SEARCHED, by_chance=False),
+    Metric("tokens_per_second_at_max_sequences", "tokens/s, each at its own largest batch, ratio", ".3f", _SEARCHED),
+    Metric(
+        "tokens_per_second_at_fastest_batch",
+        "tokens/s, each at its fastest batch, equal tokens, ratio",
+        ".3f",
+        f"runs of both losses at the same several batches, {_TIMED}",
+    ),
+    Metric("train_loss_nats", "final training loss, difference, nats", "+.4f", _LEARNT, **_DIFFERENCE, always=True),
+    Metric("valid_loss_nats", "validation loss, difference, nats", "+.4f", _LEARNT, **_DIFFERENCE, always=True),
+    Metric("valid_perplexity", "validation perplexity, difference", "+.3f", _LEARNT, **_DIFFERENCE),
+    Metric(
+        "curve_difference",
+        f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
+        ".4f",
+        f"{_LEARNT}, at least every {SMOOTHED_STEPS // 2}th of them logged",
+        **_DIFFERENCE,
+    ),
+    Metric("backward_speed_up", "backward pass of the loss layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
+    Metric(
+        "loss_layer_share", "loss layer's share of peak memory, gradients counted", ".1%", "a run on a GPU", **_SHARE
+    ),
+    Metric(
+        "loss_layer_share_without_gradients",
+        "loss layer's share of peak memory, without gradients",
+        ".1%",
+        "a run on a GPU",
+        **_SHARE,
+    ),
+)
+METRICS = {metric.name: metric for metric in _METRICS}
 
 
 @dataclass(frozen=True)
@@ -134,6 +109,7 @@ class Target:
         of: the losses that others are compared with.
         words: for a reader, where those of the metric would not do.
         losses, sizes: the losses and sizes that it is about; empty: all. `-NAME` leaves one out.
+        pairs: fewer pairs of a value that varies by chance decide nothing.
     """
 
     metric: Metric
@@ -143,6 +119,7 @@ class Target:
     words: str = ""
     losses: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
+    pairs: int = LEAST_PAIRS
 
     @property
     def name(self) -> str:
@@ -177,7 +154,7 @@ def parse_target(entry: Mapping[str, Any]) -> Target:
         ConfigError: a key, a metric or a loss is unknown, or not exactly one rule is named.
     """
     said = f"the target {dict(entry)}"
-    known = ("metric", *_RULES, "of", "words", "losses", "sizes")
+    known = ("metric", *_RULES, "of", "words", "losses", "sizes", "pairs")
     if unknown := [key for key in entry if key not in known]:
         raise ConfigError(f"{said} has an unknown key {unknown[0]}", f"a target has {', '.join(known)}")
     metric, rules = str(entry.get("metric")), [rule for rule in _RULES if rule in entry]
@@ -191,7 +168,9 @@ def parse_target(entry: Mapping[str, Any]) -> Target:
         if (name := loss.lstrip("-").split()[0]) not in loss_names():
             near = difflib.get_close_matches(name, loss_names(), n=1, cutoff=0)[0]
             raise ConfigError(f"{said}: there is no loss {name}", f"nearest: {near}; all: {', '.join(loss_names())}")
-    return Target(METRICS[metric], _RULES[rules[0]], bound, words=str(entry.get("words", "")), **lists)
+    if not isinstance(pairs := entry.get("pairs", LEAST_PAIRS), int) or pairs < 2:
+        raise ConfigError(f"{said}: pairs={pairs} gives no interval", f"use 2 or more; {LEAST_PAIRS} is the default")
+    return Target(METRICS[metric], _RULES[rules[0]], bound, words=str(entry.get("words", "")), pairs=pairs, **lists)
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -263,11 +242,11 @@ def judge(
         reason = remark or f"not measured: needs {metric.needs}"
         return Verdict(*names, None, None, None, 0, NOT_MEASURED, setting, reason)
     found = estimate(values, ratios=metric.ratio) if metric.by_chance else extent(values)
-    few = metric.by_chance and found.n < LEAST_PAIRS
+    few = metric.by_chance and found.n < target.pairs
     low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
     holds = None if few or doubts or not target.rule else answer(low, high, target.rule, target.bound)
     word = {True: REACHED, False: NOT_REACHED, None: INCONCLUSIVE if target.rule else COMPARED}[holds]
-    count = f"n = {found.n}, needs {LEAST_PAIRS}" if few and target.rule else ""
+    count = f"n = {found.n}, needs {target.pairs}" if few and target.rule else ""
     words = "; ".join(filter(None, [count, *doubts, remark]))
     return Verdict(*names, found.value, found.low, found.high, found.n, word, setting, words)
 

@@ -291,7 +291,7 @@ def _paired(
         doubts += _noise(median(values), least, most)
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
     verdict = judge(target, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
-    if target.rule == WITHIN and verdict.verdict == INCONCLUSIVE and verdict.n >= LEAST_PAIRS:
+    if target.rule == WITHIN and verdict.verdict == INCONCLUSIVE and verdict.n >= target.pairs:
         return verdict.with_remark(_too_narrow(values, target.bound))
     return verdict
 
