@@ -10,7 +10,7 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.experiments import sweep
 
 Small = Callable[..., list[str]]
@@ -39,6 +39,20 @@ def said_by_sweep(*overrides: str) -> list[str]:
     said: list[str] = []
     sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
     return said
+
+
+def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small: Small, tmp_path: Path) -> None:
+    points = small("sweep=same_loss", "experiment=null", "model=transformer", "loss=liger", "seed=0", "size=smoke")
+    with pytest.raises(UnsupportedError):  # liger needs a GPU
+        said_by_sweep(*points)
+    stored = json.loads((tmp_path / "results" / "same_loss" / "targets.json").read_text())
+    assert [target["metric"] for target in stored] == ["train_loss_nats", "curve_difference"]
+    own, launcher, runs = split_overrides(points, "run_sweep")
+    config = load_config(own, "run_sweep")
+    config.sweep.targets = [{"metric": "train_los", "within": 0.01}]
+    with pytest.raises(ConfigError, match="names no metric") as refused:
+        sweep.run_sweep(config, runs, launcher, print)
+    assert "nearest: train_loss_nats" in refused.value.remedy
 
 
 def test_a_sweep_without_its_data_is_refused_before_anything_starts(small: Small, tmp_path: Path) -> None:
