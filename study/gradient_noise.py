@@ -1,0 +1,126 @@
+"""How much noise the sampled gradient adds to a batch's own.
+
+    python study/gradient_noise.py CHECKPOINT … [-- data.cache_dir=…] >> results/gradient_noise/GPU.jsonl
+    python study/gradient_noise.py --draw results/gradient_noise/GPU.jsonl
+
+Over all parameters, and over the embedding alone (tied, so it is the head, too), for every checkpoint:
+
+    signal   |E g_i|²: the squared norm of the mean gradient over batches i, without the share of their noise
+    batch    E |g_i - E g_i|²: how far exact gradients of single batches scatter
+    sample   E |s_ij - g_i|²: how far draws j of the sampled gradient scatter around their batch's exact one
+    bias     E |mean_j s_ij - g_i|² - sample / draws: zero on average where sampling is unbiased
+
+The filter draws from a seed of the targets in their order. Another order of a batch's tokens is therefore another draw
+of the same gradient.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrnn.config import load_config
+from linrnn.core.plot_style import COLOURS, save, subplots
+from linrnn.data import Batch
+from linrnn.inference.load import open_reading
+from linrnn.losses import build_loss
+from linrnn.training.runtime import compute_dtype, loss_inputs
+
+BATCHES, SAMPLED, DRAWS = 24, 12, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
+SEQUENCES = (8, 2)  # of a batch
+PICTURE = Path(__file__).resolve().parents[1] / "results" / "figures" / "gradient_noise.png"
+
+
+def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
+    """Measure a checkpoint on its validation text: a row for each batch size and set of parameters."""
+    reading = open_reading("checkpoint", source, overrides, "auto")
+    device, dtype = reading.device, compute_dtype(reading.precision)
+    exact, sampled = (
+        build_loss(load_config(options).loss, device=device, dtype=dtype)
+        for options in (["loss=cce_kahan"], ["loss=cce_filter", "loss.filter_if_faster=false"])
+    )
+    model, generator = reading.model.train(), torch.Generator().manual_seed(0)
+
+    def gradient(loss: Any, batch: Batch, order: Tensor | None = None) -> dict[str, Tensor]:
+        """Of the mean loss, fp32; `order` (N,) permutes the tokens on their way into the loss."""
+        model.zero_grad(set_to_none=True)
+        hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, reading.precision, device)
+        if order is not None:
+            hidden_ND, labels_N = hidden_ND[order], labels_N[order]
+        output = loss(hidden_ND, weight_VD, labels_N)
+        (output.sum_nats / output.n_tokens).backward()
+        found = {name: p.grad.float().flatten() for name, p in model.named_parameters() if p.grad is not None}
+        embedding = [g for name, g in found.items() if "embeddings" in name or "lm_head" in name]
+        return {"all": torch.cat([*found.values()]), "embedding": torch.cat(embedding)}
+
+    batches = reading.batches(None)
+    for sequences in SEQUENCES:
+        gradients: dict[str, list[Tensor]] = {}
+        scatter: dict[str, list[float]] = {}
+        bias: dict[str, list[float]] = {}
+        for number in range(BATCHES):
+            whole = batches[number]
+            batch = Batch(whole.input_ids[:sequences], whole.labels[:sequences], None, 0, None)
+            g = gradient(exact, batch)
+            draws = DRAWS if number < SAMPLED else 0
+            orders = [torch.randperm(batch.labels.numel(), generator=generator).to(device) for _ in range(draws)]
+            drawn = [gradient(sampled, batch, order) for order in orders]
+            for name, value in g.items():
+                gradients.setdefault(name, []).append(value)
+                if drawn:
+                    off = torch.stack([one[name] - value for one in drawn])
+                    scatter.setdefault(name, []).append(off.square().sum(1).mean().item())
+                    bias.setdefault(name, []).append(off.mean(0).square().sum().item() - scatter[name][-1] / draws)
+        for name, values in gradients.items():
+            stacked = torch.stack(values)
+            mean = stacked.mean(0)
+            of_batch = (stacked - mean).square().sum().item() / (BATCHES - 1)
+            sample = sum(scatter[name]) / SAMPLED
+            yield {
+                "step": reading.step, "sequences": sequences, "tokens": batch.labels.numel(), "parameters": name,
+                "signal": mean.square().sum().item() - of_batch / BATCHES, "batch": of_batch, "sample": sample,
+                "bias": sum(bias[name]) / SAMPLED, "sample_over_batch": sample / of_batch,
+                "sample_by_batch": scatter[name], "draws": DRAWS, "batches": BATCHES,
+            }  # fmt: skip
+
+
+def draw(rows: list[dict[str, Any]]) -> Any:
+    """The share of sampling in a batch's noise, by step, for both batch sizes."""
+    figure, axes = subplots(1, 1, figsize=(7.2, 3.8))
+    for sequences, colour in zip(SEQUENCES, COLOURS[:2], strict=True):
+        own = sorted(
+            (row["step"], 100 * row["sample_over_batch"], row["tokens"])
+            for row in rows
+            if (row["sequences"], row["parameters"]) == (sequences, "all")
+        )
+        axes.plot([step for step, _, _ in own], [share for _, share, _ in own], "o-", color=colour)
+        step, share, tokens = own[0]
+        axes.annotate(
+            f"batches of {tokens:,} tokens", (step, share), xytext=(0, 8), textcoords="offset points", color=colour
+        )
+    axes.set_xscale("log")
+    axes.set_ylim(0, 0.7)
+    axes.set_xlabel("optimizer step of 16,384 tokens")
+    axes.set_ylabel("variance of sampling, % of the batch's own")
+    most = max(100 * row["sample_over_batch"] for row in rows)
+    figure.suptitle(f"Sampling adds at most {most:.1f} % to the noise that a batch has anyway")
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--draw"]:
+        rows = [json.loads(line) for line in Path(arguments[1]).read_text().splitlines()[1:]]
+        print("wrote", save(draw(rows), PICTURE))
+        return
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    for source in arguments[:cut]:
+        for row in noise(source, arguments[cut + 1 :]):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
