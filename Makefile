@@ -7,7 +7,7 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --editable ./kernels --edi
 COMPILE := $(RUN) -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 ARGS ?=
 
-.PHONY: help train test test-gpu coverage check docs format doctor clean
+.PHONY: help train test test-gpu coverage check pages docs format doctor clean
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -29,6 +29,9 @@ check: $(VENV)/check  ## lint, format, types and the workflow of GitHub Actions
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+pages: $(VENV)/test   ## write the tables and figures of README and docs anew from the rows in results/ (ARGS=-v: figures outside of them)
+	$(RUN) -m study.pages $(ARGS)
 
 docs: $(VENV)/docs   ## build the documentation into site/; a dead link fails (to read it: python -m http.server --directory site)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""Draw the pictures of README and docs from committed rows into results/figures/: `python study/pictures.py`."""
+"""Draw the pictures of README and docs from committed rows into results/figures/: `python -m study.pictures`."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,0 +1,50 @@
+"""Marked places of README and docs hold what the committed rows say; a changed row, claim or page is found."""
+
+from pathlib import Path
+
+import pytest
+
+from linrnn.core.errors import ConfigError
+from study import pages
+
+PAGES = pages.pages()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_what_its_rows_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert pages.filled(text, page) == text, "make pages"
+
+
+@pytest.mark.parametrize("name", pages.CLAIMS)
+def test_rows_answer_every_claim(name: str) -> None:
+    assert pages.claim(name)["text"]
+
+
+def test_a_changed_figure_is_found() -> None:
+    readme = pages.ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    changed = text.replace(f"-->{pages.claim('batch_full')['text']}<!--", "-->2.00 to 3.00<!--")
+    assert changed != text
+    assert pages.filled(changed, readme) == text
+
+
+def test_a_changed_claim_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pages.CLAIMS["batch_full"], "where", {"checkpointing": "selective"})
+    assert pages.claim("batch_full") == pages.claim("batch_selective")
+
+
+def test_a_changed_row_changes_its_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = pages.RESULTS / "gradient_noise" / "nvidia_h200.jsonl"
+    before = pages.claim("sampling_noise")
+    (tmp_path / "gradient_noise").mkdir()
+    text = rows.read_text().replace('"sample_over_batch": 0.0054', '"sample_over_batch": 0.0954', 1)
+    assert text != rows.read_text()
+    (tmp_path / "gradient_noise" / rows.name).write_text(text)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.claim("sampling_noise") != before
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither a claim nor a table"):
+        pages.filled("<!-- rows: telepathy -->0.5<!-- end -->", Path("page.md"))
