@@ -1,7 +1,7 @@
 """Train one model with one loss backend: `python train.py model=gla loss=cce_kahan size=mve data=stdlib`."""
 
+from linrnn.config.bounds import check_outputs
 from linrnn.config.cli import run
-from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import Config
 
 

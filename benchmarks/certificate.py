@@ -75,12 +75,12 @@ CALLS = {
 
 @dataclass
 class BenchConfig(common.Keys):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     shapes: list[str] = key([*SHAPES], "names, or tokens x hidden dimensions x vocabulary")
     options: list[str] = key([*CALLS], "options of the loss, each alone")
     dtypes: list[str] = key([*DTYPES], "of the products")
-    seconds: float = key(140.0, "s after which no further call begins; ≥ 0", minimum=0)
+    seconds: float = key(140.0, "s after which no further call begins", minimum=0)
 
 
 add_command("certificate", BenchConfig)

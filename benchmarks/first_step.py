@@ -50,13 +50,13 @@ _LINE = "model={} size=1b3 loss=cce_kahan trainer.batch_size=8 trainer.seq_len=2
 
 @dataclass
 class BenchConfig(common.Keys):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     lines: list[str] = option(
         [_LINE.format(model) for model in ("gla", "kda", "transformer")],
         "each line holds overrides of train.py: what is trained",
     )
-    repeats: int = option(5, "runs of every line, the lines in turn; from 5 on the interval decides; ≥ 1", minimum=1)
+    repeats: int = option(5, "runs of every line, the lines in turn; from 5 on the interval decides", minimum=1)
     limit_seconds: float = option(
         30.0, "s that a first step may take: what a line's interval is held against; > 0", minimum=1e-3, maximum=1e8
     )

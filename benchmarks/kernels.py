@@ -43,7 +43,7 @@ FILE = "profile.jsonl"
 
 @dataclass
 class BenchConfig(common.Keys):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     shapes: list[str] = option(
         [

@@ -43,7 +43,7 @@ SETS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class BenchConfig(common.Keys, ReadingConfig):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     data: list[str] = option([], "with checkpoint: the run's own; data.KEY=… changes it, data=… chooses another")
     set: str = option("shapes", f"a set of benchmarks/loss_sets.yaml: {', '.join(SETS)}", choices=tuple(SETS))
@@ -71,17 +71,15 @@ class BenchConfig(common.Keys, ReadingConfig):
         "(its newest checkpoint) or one of its checkpoints. D and V are the model's; the vocabulary is in random order",
         path="read",
     )
-    tokens: int = option(
-        16384, "with checkpoint: N, the number of first labels of the validation split; ≥ 1", minimum=1
-    )
+    tokens: int = option(16384, "with checkpoint: N, the number of first labels of the validation split", minimum=1)
     batches: int | None = option(
         None, "null: the set's. Batches of N tokens over which dC is summed for one more error; 1: none", minimum=1
     )
     dtype: str = option("bf16", "bf16 | fp32: dtype of the products", choices=("bf16", "fp32"))
-    rounds: int = option(30, "timed calls of every backend, in shuffled order; ≥ 2", minimum=2)
-    warmup: int = option(2, "calls before the timed ones, for compiling and tuning kernels; ≥ 1", minimum=1)
+    rounds: int = option(30, "timed calls of every backend, in shuffled order", minimum=2)
+    warmup: int = option(2, "calls before the timed ones, for compiling and tuning kernels", minimum=1)
     resume: bool = option(False, "true: skip problems that the same commit, versions and GPU have measured")
-    seed: int = option(0, "of weights, data and order; ≥ 0", minimum=0)
+    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_loss", BenchConfig)

@@ -49,7 +49,7 @@ _BLOCK_ROWS = 1024  # rows of fp64 logits at a time
 
 @dataclass
 class BenchConfig(common.Keys):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     models: list[str] = option(
         ["llama_1b batch=8 seq=2048", "qwen3_0.6b batch=8 seq=2048", "gemma2_2b batch=2 seq=2048 num_hidden_layers=6"],
@@ -63,9 +63,9 @@ class BenchConfig(common.Keys):
     )
     dtype: str = option("bf16", "bf16 | fp32: of weights, gradients and AdamW's moments", choices=("bf16", "fp32"))
     checkpointing: bool = option(True, "gradient checkpointing of every layer")
-    rounds: int = option(10, "timed steps of every loss, in shuffled order; ≥ 2", minimum=2)
-    warmup: int = option(2, "steps of every loss before the timed ones, which compile and tune kernels; ≥ 1", minimum=1)
-    seed: int = option(0, "of weights, data and order; ≥ 0", minimum=0)
+    rounds: int = option(10, "timed steps of every loss, in shuffled order", minimum=2)
+    warmup: int = option(2, "steps of every loss before the timed ones, which compile and tune kernels", minimum=1)
+    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_models", BenchConfig)

@@ -75,23 +75,21 @@ class BenchConfig:
     strong: list[str] = option(
         ["ddp", "fsdp"], "values of parallel for strong scaling: batch_size sequences on all ranks together"
     )
-    batch_size: int = option(8, "sequences; ≥ 1", minimum=1)
-    seq_len: int = option(2048, "tokens per sequence; ≥ 2", minimum=2)
+    batch_size: int = option(8, "sequences", minimum=1)
+    seq_len: int = option(2048, "tokens per sequence", minimum=2)
     vocab_size: int | None = option(None, "null: the size's own, or 32000", minimum=2)
-    rounds: int = option(15, "timed calls of the loss; times are medians; ≥ 1", minimum=1)
-    steps: int = option(4, "training steps timed together; this is done three times; ≥ 1", minimum=1)
+    rounds: int = option(15, "timed calls of the loss; times are medians", minimum=1)
+    steps: int = option(4, "training steps timed together; this is done three times", minimum=1)
     repeats: int = option(
-        1, "times that all training steps are measured again; from 5 on the interval decides; ≥ 1", minimum=1
+        1, "times that all training steps are measured again; from 5 on the interval decides", minimum=1
     )
-    warmup: int = option(3, "calls and steps before the measured ones, which tune kernels; ≥ 1", minimum=1)
-    seed: int = option(0, "of weights and data; ≥ 0", minimum=0)
+    warmup: int = option(3, "calls and steps before the measured ones, which tune kernels", minimum=1)
+    seed: int = option(0, "of weights and data", minimum=0)
     device: str = option(
         "auto", "auto (GPUs with NCCL if there are any) | cpu (gloo) | cuda", choices=("auto", "cpu", "cuda")
     )
-    timeout_seconds: float = option(
-        300.0, "s that a rank waits for other ranks before all end; ≥ 1", minimum=1, maximum=1e8
-    )
-    blocks_together: int = option(1, "parallel.blocks_together of fsdp and vocab; ≥ 1", minimum=1)
+    timeout_seconds: float = option(300.0, "s that a rank waits for other ranks before all end", minimum=1, maximum=1e8)
+    blocks_together: int = option(1, "parallel.blocks_together of fsdp and vocab", minimum=1)
     keep_gathered: bool = option(False, "parallel.keep_gathered of fsdp and vocab")
     cuda_graph: bool = option(False, "true: every step replays a CUDA graph (trainer.cuda_graph); not for ddp")
     output_dir: str = option("results/bench_parallel", "directory of files and pages", path="written")

@@ -67,7 +67,7 @@ _MODELS = [f"model={name} {_AT_1B3}" for name in ("gla", "transformer", "kda", "
 
 @dataclass
 class BenchConfig(common.Keys):
-    """Keys of the command line, with those of :class:`benchmarks.common.Keys`."""
+    """Keys of the command line."""
 
     models: list[str] = option(
         _MODELS,
@@ -86,22 +86,20 @@ class BenchConfig(common.Keys):
         "[]: every loss has the line's trainer.batch_size. Else sequences for `compiled` and then for each of the "
         "losses, as each one's largest batch: [64,17,94,87]. Ratios are then those of the time for equally many tokens",
     )
-    rounds: int = option(
-        10, "pairs of each ratio: in a round every loss has its turn, in shuffled order; ≥ 2", minimum=2
-    )
-    steps: int = option(3, "consecutive training steps of a turn, timed together; ≥ 1", minimum=1)
+    rounds: int = option(10, "pairs of each ratio: in a round every loss has its turn, in shuffled order", minimum=2)
+    steps: int = option(3, "consecutive training steps of a turn, timed together", minimum=1)
     settle: int = option(
         1,
-        "untimed steps of a turn, in which the allocator gets used to the loss; a CUDA graph captures in one more; ≥ 0",
+        "untimed steps of a turn, in which the allocator gets used to the loss; a CUDA graph captures in one more",
         minimum=0,
     )
-    warmup: int = option(2, "first steps of every loss, which compile and tune kernels; ≥ 1", minimum=1)
+    warmup: int = option(2, "first steps of every loss, which compile and tune kernels", minimum=1)
     compare_with: str | None = option(
         None,
         "the name of a line, as 'GLA 1b3, compile=blocks': also print the times and gains of all lines, divided by its "
         "own",
     )
-    seed: int = option(0, "of weights, data and order; ≥ 0", minimum=0)
+    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_steps", BenchConfig)

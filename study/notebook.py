@@ -108,7 +108,7 @@ def batches_on_the_h100() -> list[Verdict]:
     try:
         return [verdict for _, verdict in batch_verdicts(searches_on_the_h100(results_dir()))]
     except DataError:
-        print("open: no searches on an H100; configs/find_max_batch.yaml says how to make one")
+        print("open: no searches on an H100; scripts/find_max_batch.py --help says how to make one")
         return []
 
 

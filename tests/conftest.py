@@ -19,12 +19,10 @@ from unittest.mock import patch
 
 import pytest
 from forked import ROOT, Popen, run_elsewhere, start, start_server, use_server
-from hydra.core.config_store import ConfigStore
 from interpreted import ON, Interpreter
 
 from linrnn.config import compose, last_of_each
-from linrnn.config.schema import SCHEMAS
-from linrnn.config.strings import string_keys
+from linrnn.config.schema import ABOUT, SCHEMAS
 from linrnn.losses import registry
 
 gc.disable()  # until the end of the collection: what is imported stays
@@ -182,17 +180,13 @@ def quick_points(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_losses() -> Iterator[None]:
     """Remove losses that the test registers."""
-    registers: tuple[dict, ...] = (
-        *(SCHEMAS["loss"], compose._OFFERED, registry._BACKENDS, registry.FORMULAS_OF_LOSSES),
-        ConfigStore.instance().repo["loss"],
-    )
+    registers: tuple[dict, ...] = (*(SCHEMAS["loss"], ABOUT, registry._BACKENDS, registry.FORMULAS_OF_LOSSES),)
     before = [dict(register) for register in registers]
     yield
     for register, content in zip(registers, before, strict=True):
         register.clear()
         register.update(content)
-    string_keys.cache_clear()
-    compose._composed.cache_clear()
+    compose.forget()
 
 
 @pytest.fixture

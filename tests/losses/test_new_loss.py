@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from forked import ROOT, run_elsewhere, start
-from hydra.core.config_store import ConfigStore
 
 from linrnn.config import load_config, overrides_of, read_config, run_name
 from linrnn.config.cli import help_text
@@ -55,7 +54,6 @@ def _train_with_other_sources(root: Path, overrides: list[str]) -> None:
     """In another process: `train.py` below `root`. The libraries are imported already, linrnn is imported anew."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "linrnn"]:
         del sys.modules[name]
-    ConfigStore.instance().repo = {}
     sys.path.insert(0, str(root / "src"))
     run_elsewhere(dict(os.environ), root, str(root / "train.py"), overrides, root / "log", root / "log")
     assert Path(sys.modules["linrnn"].__file__ or "").is_relative_to(root)

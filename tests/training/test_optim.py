@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from linrnn.config import load_config
-from linrnn.config.compose import manual_of
+from linrnn.config.manual import manual_of
 from linrnn.config.schema import OptimizerConfig
 from linrnn.core.errors import ConfigError
 from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients, decay_groups

@@ -14,21 +14,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
 import linrnn.core.machine  # noqa: F401  notes when this process began
-from linrnn.config.compose import (
-    compose_config,
-    groups_of_options,
-    load_config,
-    manual_of,
-    manual_of_command,
-    options_of,
-)
-from linrnn.config.outputs import check_outputs
-from linrnn.config.schema import COMMANDS, ReadingConfig
+from linrnn.config.bounds import check_outputs
+from linrnn.config.compose import load_config, menu_of
+from linrnn.config.manual import help_text
+from linrnn.config.schema import COMMANDS
 from linrnn.core.errors import (
-    EXIT_CODES,
     ConfigError,
     LinrnnError,
     StorageError,
@@ -47,7 +38,7 @@ KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or o
 
 
 def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
-    """Parse `sys.argv` as Hydra overrides of the command `config_name`, call `main(config)`, exit with its code.
+    """Parse `sys.argv` as overrides of the command `config_name`, call `main(config)`, exit with its code.
 
     A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
     The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes
@@ -57,7 +48,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 
     def call() -> int | None:
         if _HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description, _options(arguments, config_name)))
+            print(help_text(config_name, description, arguments))
             return None
         refuse_flags(arguments)
         refuse_bare_paths(arguments, config_name)
@@ -92,7 +83,7 @@ def run_many(
 ) -> None:
     """As :func:`run`, for a command that makes training runs: `main(config, run_overrides, launcher_overrides)`.
 
-    Overrides of keys in `configs/<config_name>.yaml` set the command's own configuration. Overrides of `hydra…` go to a
+    Overrides of the command's own keys set its own configuration. Overrides of `hydra…` go to a
     launcher. All remaining overrides apply to every run.
 
     Args:
@@ -102,7 +93,7 @@ def run_many(
 
     def call() -> int | None:
         if _HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description, _options(arguments, config_name)))
+            print(help_text(config_name, description, arguments))
             print("\nall other keys and groups are those of the runs: python train.py --help")
             return None
         refuse_flags(arguments)
@@ -174,7 +165,7 @@ def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:
         ConfigError: as for `job=2` of a command with the key `jobs`.
     """
     own_keys = sorted(field.name for field in dataclasses.fields(COMMANDS[config_name]))
-    of_runs = {field.name for field in dataclasses.fields(COMMANDS["train"])} | {*groups_of_options()}
+    of_runs = {field.name for field in dataclasses.fields(COMMANDS["train"])} | menu_of().keys()
     for root in map(_root, overrides):
         if root not in of_runs and (likely := difflib.get_close_matches(root, own_keys, n=1, cutoff=0.75)):
             raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
@@ -268,43 +259,3 @@ def _traceback() -> None:
 def one_line(text: str) -> str:
     """`text` in one line, with printable characters only and without secrets of the environment."""
     return "".join(c if c.isprintable() else " " for c in scrub(text).strip())
-
-
-def _options(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The options that a command line chooses."""
-    groups = {field.name for field in dataclasses.fields(COMMANDS[config_name])} & {*groups_of_options()}
-    if issubclass(COMMANDS[config_name], ReadingConfig):
-        groups.discard("data")  # not a group there: overrides of a run's data
-    chosen = {argument.partition("=")[0]: argument for argument in arguments}
-    return [option for group, option in chosen.items() if group in groups]
-
-
-def help_text(config_name: str, description: str = "", overrides: Sequence[str] = ()) -> str:
-    """Usage, the groups with their options, and the manual: the YAML files, whose comments explain every key.
-
-    A loss has no YAML file; its lines are made from its options. A group that must be chosen and is not has no lines.
-    """
-    program = os.path.relpath(sys.argv[0])
-    own = manual_of_command(config_name)
-    required = re.findall(r"^  - (\w+): \?\?\?", own[1], re.MULTILINE)
-    open_groups = [group for group in required if not any(option.startswith(f"{group}=") for option in overrides)]
-    composed = compose_config([*overrides, *(f"{group}={options_of(group)[0]}" for group in open_groups)], config_name)
-    lines = [description, "", f"usage: python {program} [group=option …] [group.key=value …]", ""]
-    manual, groups = [own], []
-    for group in groups_of_options():
-        if group in composed or (group == "experiment" and config_name == "train"):
-            groups.append(f"  {group:<12} {' | '.join(options_of(group))}")
-        if group in composed and group not in open_groups and isinstance(composed[group], DictConfig):
-            chosen = manual_of(group, composed[group].get("name", "default")) or manual_of(group, "default")
-            manual += [chosen] if chosen else []
-    if groups:
-        lines += ["groups:", *groups, ""]
-    lines += [
-        f"exit codes: {EXIT_CODES}",
-        "",
-        "keys, with their defaults (of the default options; group=option --help shows another's):",
-    ]
-    for title, text in manual:
-        lines += ["", f"--- {title}", text]
-    lines += [f"\n{group}=NAME must be given; {group}=NAME --help shows its keys" for group in open_groups]
-    return "\n".join(lines).strip()

@@ -4,14 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
-
 from linrnn.config.overrides import override_value
 from linrnn.config.schema import SweepConfig
-from linrnn.config.strings import quoted, quoted_choices, unreadable
-from linrnn.core.errors import ConfigError, first_line
+from linrnn.config.strings import parse, quoted, quoted_choices
+from linrnn.core.errors import ConfigError
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
 MAX_VALUES = 1000  # for one key
@@ -31,7 +27,7 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     Raises:
         ConfigError: an override cannot be read, or no point is left.
     """
-    chosen = dict(map(_choices, _parse(quoted_choices(overrides, "train"))))
+    chosen = dict(map(_choices, quoted_choices(overrides, "train")))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
         del chosen["experiment"]  # the sweep's own is dropped above; Hydra has no override that means "none"
@@ -48,22 +44,16 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     return [quoted(point, "train") for point in points]
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise unreadable(error, HOW_TO_WRITE) from error
-    except (HydraException, ValueError, RecursionError) as error:
-        raise ConfigError(first_line(error), HOW_TO_WRITE) from error
-
-
-def _choices(override: Override) -> tuple[str, list[str]]:
+def _choices(line: str) -> tuple[str, list[str]]:
     """The key of an override, and one override for each of its values.
 
     Raises:
-        ConfigError: the values cannot be listed (`interval(0,1)`), or there are more than MAX_VALUES.
+        ConfigError: the override cannot be read, its values cannot be listed (`interval(0,1)`), or there are more than
+            MAX_VALUES.
     """
-    line = str(override.input_line)
+    from hydra.errors import HydraException
+
+    override = parse(line, HOW_TO_WRITE)
     if not override.is_sweep_override():
         return line.split("=", 1)[0], [line]
     key = override.get_key_element()

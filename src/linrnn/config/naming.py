@@ -7,11 +7,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import OmegaConf
-
-from linrnn.config.compose import compose_config, leaves, options_of_menu
+from linrnn.config.compose import leaves, menu_of, values_under
 from linrnn.config.schema import Config, HubDataConfig
 from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 
@@ -140,7 +138,7 @@ def run_name(config: Config, world_size: int = 1) -> str:
     """
     if config.run_name:
         return config.run_name
-    menu = options_of_menu()
+    menu = menu_of()
     defaults = {**defaults_of(config), "schedule.name": menu["schedule"]}  # a word among the keys, not among the groups
     values = choices(config, world_size)
     words = [
@@ -171,7 +169,7 @@ def defaults_of(config: Config) -> dict[str, Any]:
 @functools.cache
 def _defaults(*options: str) -> dict[str, Any]:
     """Every key with its default value, under these options of the groups."""
-    values = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
+    values = values_under(options)
     if values[HORIZON] is None and values["schedule.name"] != CONSTANT:
         values[HORIZON] = values["trainer.max_steps"]
     return values

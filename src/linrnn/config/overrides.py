@@ -2,23 +2,20 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import OmegaConf
-
-from linrnn.config.compose import compose_config, leaves, options_of_menu
+from linrnn.config.compose import leaves, menu_of, values_under
 from linrnn.config.schema import Config
-from linrnn.config.strings import quoted
+from linrnn.config.strings import in_quotes, quoted
 
 
 def overrides_of(config: Config) -> list[str]:
     """The shortest list of overrides for which `linrnn.config.load_config` returns `config`."""
-    menu = options_of_menu()
+    menu = menu_of()
     values = dict(leaves(dataclasses.asdict(config)))
     named = {field.name: values.get(f"{field.name}.name") for field in dataclasses.fields(Config) if field.name in menu}
     chosen = [f"{group}={name}" for group, name in named.items() if name not in (None, menu[group])]
-    defaults = _defaults(chosen)
+    defaults = values_under(chosen)
     changed = [(key, value) for key, value in values.items() if key not in defaults or value != defaults[key]]
     return [*chosen, *quoted([f"{key}={_text(value)}" for key, value in changed], "train")]
 
@@ -27,11 +24,6 @@ def last_of_each(overrides: Sequence[str]) -> list[str]:
     """Overrides without those that a later one of the same key replaces."""
     last = {override.partition("=")[0].lstrip("+"): position for position, override in enumerate(overrides)}
     return [overrides[position] for position in sorted(last.values())]
-
-
-def _defaults(groups: list[str]) -> dict[str, Any]:
-    """Every key with its default value, under these options of groups. A key without a default has "???"."""
-    return dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(groups)))))
 
 
 def override_value(value: Any) -> str:
@@ -55,5 +47,5 @@ def _text(value: Any) -> str:
 def _item(value: Any) -> str:
     """An entry of a list or mapping. Strings are quoted, because only quotes tell them from numbers."""
     if isinstance(value, str):
-        return QuotedString(text=value, quote=Quote.single).with_quotes()
+        return in_quotes(value)
     return override_value(value)

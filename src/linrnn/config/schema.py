@@ -1,50 +1,18 @@
-"""The typed configuration: every key, its type and its bounds.
+"""The typed configuration: every key with its type, default, meaning and bounds, in one place.
 
-Defaults stand in configs/*.yaml; those of a loss's options in the loss's own file, with :func:`option`. A field made
-with :func:`at_least`, :func:`one_of` or :func:`between` carries its bound as metadata, which
-:func:`linrnn.config.compose.validate` checks. The YAML file must give every field that has no default.
+A field made with :func:`option` has all of them. `--help` shows the meaning, :func:`linrnn.config.compose.validate`
+checks the bounds. The files of configs/ choose options (the menu train.yaml, experiments, sweeps) and give the options
+of model, size and data their values. They repeat no default.
 """
 
 import math
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from linrnn.core.errors import ConfigError
 
-
-def at_least(minimum: float, default: Any = MISSING) -> Any:
-    """A number that must be >= `minimum` (or null, if the type allows it)."""
-    return field(default=default, metadata={"minimum": minimum})
-
-
-def between(minimum: float, maximum: float) -> Any:
-    """A number in [minimum, maximum]."""
-    return field(metadata={"minimum": minimum, "maximum": maximum})
-
-
-def plain_name() -> Any:
-    """A word that is safe as part of a file's name: no separators, no leading dot."""
-    return field(metadata={"pattern": r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"})
-
-
-def input_path() -> Any:
-    """A file or directory (or several). Every character must be printable."""
-    return field(metadata={"path": "read"})
-
-
-def input_paths() -> Any:
-    """As :func:`input_path`, for one path or a list of them."""
-    return field(metadata={"path": "read", "several": True})
-
-
-def output_path() -> Any:
-    """As :func:`input_path`, for a directory that the command creates or writes to."""
-    return field(metadata={"path": "written"})
-
-
-def one_of(*choices: Any) -> Any:
-    """One of a closed set of values."""
-    return field(metadata={"choices": choices})
+MUST_BE_GIVEN = "???"  # OmegaConf's word for a value without a default
+PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"  # safe as part of a file's name: no separators, no leading dot
 
 
 def option(
@@ -55,17 +23,32 @@ def option(
     maximum: float | None = None,
     choices: tuple[Any, ...] = (),
     path: str | None = None,
+    several: bool = False,
+    pattern: str | None = None,
 ) -> Any:
-    """A key without a YAML file (of `loss`, or of a benchmark): its default, its comment in `--help`, and its bounds.
+    """A key: its default, its comment in `--help`, and its bounds. Bounds do not apply to null.
 
     Args:
-        path: `read` or `written`, as :func:`input_path` and :func:`output_path`.
+        default: :data:`MUST_BE_GIVEN` for a key that has none.
+        path: `read` or `written`: the key names a file or directory (or several) that the command reads or creates.
+        several: the key holds one path or a list of them, so its type is Any.
     """
-    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
-    metadata |= {} if path is None else {"path": path}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    bounds = {"minimum": minimum, "maximum": maximum, "choices": choices, "path": path, "pattern": pattern}
+    given = {bound: value for bound, value in bounds.items() if value not in (None, ())}
+    metadata = {"meaning": meaning, **given, **({"several": True} if several else {})}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def plain_name() -> Any:
+    """The name of an option, which its file or its registration gives."""
+    return field(metadata={"meaning": "fixed by this option", "pattern": PLAIN_NAME})
+
+
+def device() -> Any:
+    """Where a command computes."""
+    return option("auto", "auto (a GPU if there is one) | cpu | cuda", choices=("auto", "cpu", "cuda"))
 
 
 # --------------------------------------------------------------------------------------------------- model x size
@@ -74,7 +57,11 @@ class ModelConfig:
     """The sequence mixer and its own options. Dimensions come from `size`."""
 
     name: str = plain_name()
-    chunk_size: int | None = at_least(1)
+    chunk_size: int | None = option(
+        None,
+        "tokens per chunk of the kernel; null: FLA's 64. gla: 64, 128 | gated_deltanet: 16, 32, 64 | kda: 32, 64",
+        minimum=1,
+    )
 
     @property
     def label(self) -> str:
@@ -86,7 +73,12 @@ class ModelConfig:
 class ProjectedModelConfig(ModelConfig):
     """A model whose queries, keys and values may come from one projection of low rank."""
 
-    shared_projection_rank: int | None = field(default=None, metadata={"minimum": 1})
+    shared_projection_rank: int | None = option(
+        None,
+        "queries, keys and values come from one projection of this rank; a multiple of 8 below the width; null: each "
+        "has its own. The MLP gets the parameters that this saves (docs/models.md, Shared projections)",
+        minimum=1,
+    )
 
     @property
     def label(self) -> str:
@@ -98,10 +90,21 @@ class ProjectedModelConfig(ModelConfig):
 class FlaModelConfig(ModelConfig):
     """Any causal language model of flash-linear-attention."""
 
-    config: str = input_path()
-    options: dict[str, Any]
-    attention_every: int | None = at_least(1)
-    attention_window: int | None = at_least(1)
+    config: str = option(
+        MUST_BE_GIVEN,
+        "FLA's model: delta_net, gated_deltaproduct, rwkv7, mamba2, hgrn2, gsa, retnet, linear_attn, … (a wrong name "
+        "lists all), or the path of a config.json in Hugging Face's format, whose fields then stand in `options`",
+        path="read",
+    )
+    options: dict[str, Any] = option(
+        {}, "fields of FLA's configuration that differ from the above: model.options.num_heads=4"
+    )
+    attention_every: int | None = option(
+        None, "every n-th layer is softmax attention with rotary positions; null: none", minimum=1
+    )
+    attention_window: int | None = option(
+        None, "the attention layers see this many of the latest tokens; null: all", minimum=1
+    )
 
     @property
     def label(self) -> str:
@@ -115,9 +118,9 @@ class FlaModelConfig(ModelConfig):
 class MixerDims:
     """Heads of one mixer at one size. Dimensions are per head."""
 
-    num_heads: int = at_least(1)
-    head_k_dim: int = at_least(1)
-    head_v_dim: int = at_least(1)
+    num_heads: int = option(MUST_BE_GIVEN, "heads", minimum=1)
+    head_k_dim: int = option(MUST_BE_GIVEN, "dimension of keys and queries", minimum=1)
+    head_v_dim: int = option(MUST_BE_GIVEN, "dimension of values", minimum=1)
 
 
 @dataclass
@@ -129,12 +132,18 @@ class SizeConfig:
     """
 
     name: str = plain_name()
-    hidden_size: int = at_least(1)
-    num_layers: int = at_least(1)
-    layer_parameters_per_d2: float = at_least(0)
-    vocab_size: int | None = at_least(2)
-    tie_embeddings: bool
-    mixers: dict[str, MixerDims]
+    hidden_size: int = option(MUST_BE_GIVEN, "width of the residual stream, d", minimum=1)
+    num_layers: int = option(MUST_BE_GIVEN, "blocks of mixer and MLP", minimum=1)
+    layer_parameters_per_d2: float = option(
+        MUST_BE_GIVEN, "parameters of one layer in units of d²; the MLP's width fills what the mixer leaves", minimum=0
+    )
+    vocab_size: int | None = option(
+        MUST_BE_GIVEN, "entries of embedding and head, at least the tokenizer's; null: the tokenizer's", minimum=2
+    )
+    tie_embeddings: bool = option(MUST_BE_GIVEN, "true: the head is the embedding; false: a matrix of its own")
+    mixers: dict[str, MixerDims] = option(
+        MUST_BE_GIVEN, "heads of each mixer; dimensions are per head, of keys (and queries) and of values"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -151,31 +160,46 @@ class DataConfig:
     """Keys that every data source has."""
 
     name: str = plain_name()
-    cache_dir: str = input_path()  # not output_path: a complete cache may be read-only
-    verify: bool
-    reset_at_document: bool
+    # No path that is written: a complete cache may be read-only.
+    cache_dir: str = option("data_cache", "prepared data is kept here", path="read")
+    verify: bool = option(True, "true: compare every byte with its recorded sha256 before training; false: only sizes")
+    reset_at_document: bool = option(
+        False, "true: state and attention start anew at every document (cu_seqlens); false: they continue"
+    )
 
 
 @dataclass
 class MarkovDataConfig(DataConfig):
     """Text generated by a Markov chain of known entropy."""
 
-    vocab_size: int = at_least(4)
-    branching: int = at_least(2)
-    n_tokens: int = at_least(1)
-    n_valid_tokens: int = at_least(1)
-    data_seed: int = at_least(0)
+    vocab_size: int = option(512, "tokens, including the end of a document (0)", minimum=4)
+    branching: int = option(
+        4, "tokens that may follow a token, the k-th with probability ∝ 1/k; 2 to vocab_size - 2", minimum=2
+    )
+    n_tokens: int = option(4194304, "training tokens", minimum=1)
+    n_valid_tokens: int = option(65536, "validation tokens", minimum=1)
+    data_seed: int = option(0, "decides the chain and the text; independent of the run's seed", minimum=0)
 
 
 @dataclass
 class TokenizedDataConfig(DataConfig):
     """Text that a tokenizer turns into shards, once."""
 
-    # A Hugging Face tokenizers JSON (also .xz) or a hub name. With null, a byte-level BPE is trained on this data.
-    tokenizer: str | None = input_path()
-    tokenizer_vocab_size: int = at_least(257)
-    max_tokens: int | None = at_least(1)
-    valid_fraction: float = between(0, 0.5)
+    tokenizer: str | None = option(
+        None, "tokenizers JSON (also compressed), directory or hub name; null: trained on the text", path="read"
+    )
+    tokenizer_vocab_size: int = option(
+        4096, "entries, when the tokenizer is trained here (on the first 16 MiB)", minimum=257
+    )
+    max_tokens: int | None = option(
+        None, "stop after this many training tokens, at a document's end; null: all", minimum=1
+    )
+    valid_fraction: float = option(
+        0.01,
+        "without validation text: share held out, of rows or files spread evenly, else the end",
+        minimum=0,
+        maximum=0.5,
+    )
 
 
 @dataclass
@@ -187,10 +211,19 @@ class StdlibDataConfig(TokenizedDataConfig):
 class TextDataConfig(TokenizedDataConfig):
     """Local files: text or .jsonl, each also compressed (.xz, .gz, .bz2, .zst), or .parquet."""
 
-    path: Any = input_paths()  # noqa: RUF009
-    valid_path: Any = input_paths()  # noqa: RUF009
-    text_field: str
-    document_separator: str | None = None  # runs of earlier versions lack the key
+    path: Any = option(
+        MUST_BE_GIVEN, "file, folder or glob of the training text, or a list: [a.txt,notes]", path="read", several=True
+    )
+    valid_path: Any = option(
+        None,
+        "file, folder or glob of the validation text, or a list; null: text is held out",
+        path="read",
+        several=True,
+    )
+    text_field: str = option("text", "the field or column of .jsonl and .parquet that holds the text")
+    document_separator: str | None = option(
+        None, "ends a document of a text file: blank_line, or a string; null: the file is one document"
+    )
 
     def __post_init__(self) -> None:
         if self.path in (None, []):
@@ -205,28 +238,38 @@ class TextDataConfig(TokenizedDataConfig):
 class HubDataConfig(TokenizedDataConfig):
     """A dataset of the Hugging Face hub through `datasets`, or a local directory of the same layout."""
 
-    path: str = input_path()
-    subset: str | None
-    train_split: str
-    valid_split: str | None
-    text_field: str
-    document_start: str | None
-    empty_row: str
-    streaming: bool
+    path: str = option(MUST_BE_GIVEN, "hub name, or a local directory of the same layout", path="read")
+    subset: str | None = option(None, "the data set's configuration; null: its default")
+    train_split: str = option("train", "name of the training split")
+    valid_split: str | None = option(
+        None, "name of the validation split; null: documents are held out of the training split"
+    )
+    text_field: str = option("text", "column that holds the text")
+    document_start: str | None = option(
+        None, "regular expression: a row that matches begins a document; null: every row is one"
+    )
+    empty_row: str = option("", 'text for an empty row; "": the row is skipped')
+    streaming: bool = option(
+        False, "true: read over the network; false: `datasets` downloads the whole subset first, once"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- training
 @dataclass
 class OptimizerConfig:
-    """AdamW's keys and gradient clipping. Every optimizer has them."""
+    """AdamW (decoupled weight decay) and gradient clipping. The group `schedule` has the learning-rate schedules."""
 
     name: str = plain_name()
-    lr: float = at_least(0)
-    beta1: float = between(0, 1)
-    beta2: float = between(0, 1)
-    eps: float = at_least(0)
-    weight_decay: float = at_least(0)
-    max_grad_norm: float | None = at_least(0)
+    lr: float = option(3.0e-3, "peak learning rate, reached at the end of the warm-up", minimum=0)
+    beta1: float = option(0.9, "AdamW: decay of the first moment, per step", minimum=0, maximum=1)
+    beta2: float = option(0.95, "AdamW: decay of the second moment, per step", minimum=0, maximum=1)
+    eps: float = option(1.0e-8, "AdamW: added to the root of the second moment", minimum=0)
+    weight_decay: float = option(
+        0.1, "per unit of rate; matrices, convolutions, embeddings (not norms, biases, A_log, dt_bias)", minimum=0
+    )
+    max_grad_norm: float | None = option(
+        1.0, "gradients are scaled down to this global L2 norm; null or inf: no clipping", minimum=0
+    )
 
     def __post_init__(self) -> None:
         if self.max_grad_norm == math.inf:  # in PyTorch: measure the norm, do not clip
@@ -235,78 +278,154 @@ class OptimizerConfig:
 
 @dataclass
 class MuonConfig(OptimizerConfig):
-    """Muon for the layers' matrices. The keys of AdamW are for all other parameters."""
+    """Muon (torch.optim.Muon) for the matrices of the layers, AdamW for all other parameters.
 
-    momentum: float = between(0, 1)
-    ns_steps: int = between(1, 99)
+    The others are embedding, head, norms, biases, convolutions, A_log and dt_bias. A matrix's update is multiplied by
+    0.2 sqrt(max(rows, columns)), which gives it the size of AdamW's (arXiv:2502.16982, section 2.2): a learning rate
+    and weight decay found for AdamW carry over. Needs whole matrices: parallel=none or ddp.
+    """
+
+    momentum: float = option(
+        0.95, "Muon: decay of the mean of a matrix's gradients, per step (Nesterov)", minimum=0, maximum=1
+    )
+    ns_steps: int = option(
+        5, "Muon: Newton-Schulz iterations that make an update nearly orthogonal", minimum=1, maximum=99
+    )
 
 
 @dataclass
 class ScheduleConfig:
-    """A warm-up, and the step at which the schedule ends. Every schedule has these keys."""
+    """A warm-up, and the step at which the schedule ends.
+
+    A constant schedule has no end: a larger trainer.max_steps continues the run.
+    """
 
     name: str = plain_name()
-    steps: int | None = at_least(1)
-    warmup_steps: int | None = at_least(0)
+    steps: int | None = option(
+        None,
+        "step at which the schedule ends, in the run's name; null: the run's last. constant: only for warmup_steps",
+        minimum=1,
+    )
+    warmup_steps: int | None = option(
+        None,
+        "steps of linear warm-up, at most the schedule's; null: a tenth of `steps`; constant without steps: none",
+        minimum=0,
+    )
 
 
 @dataclass
 class FallingConfig(ScheduleConfig):
     """A schedule whose learning rate falls to a share of the peak."""
 
-    min_lr_ratio: float = between(0, 1)
+    min_lr_ratio: float = option(0.1, "learning rate at the end of the schedule / optimizer.lr", minimum=0, maximum=1)
 
 
 @dataclass
 class WsdConfig(FallingConfig):
-    """Warm-up, stable, decay: the rate falls only in the last share of the schedule."""
+    """Warm-up, stable, decay (arXiv:2404.06395): the learning rate stays at its peak and falls linearly at the end."""
 
-    decay_fraction: float = between(0, 1)
+    decay_fraction: float = option(0.2, "last share of the schedule, in which the rate falls", minimum=0, maximum=1)
 
 
 @dataclass
 class TrainerConfig:
-    max_steps: int | None = at_least(1)
-    max_tokens: int | None = at_least(1)
-    batch_size: int = at_least(1)
-    accumulation_steps: int = at_least(1)
-    seq_len: int = at_least(2)
-    precision: str = one_of("auto", "fp32", "bf16_autocast", "bf16")
-    activation_checkpointing: str = one_of("none", "selective", "full")
-    compile: str = one_of("none", "blocks", "model")
-    float8: str = one_of("none", "blocks")
-    cuda_graph: bool
-    deterministic: bool
-    log_every: int = at_least(1)
-    valid_every: int | None = at_least(1)
-    valid_tokens: int | None = at_least(1)
-    checkpoint_every: int | None = at_least(0)
-    checkpoint_minutes: float | None = at_least(0)
-    keep_checkpoints: int = at_least(1)
-    resume: str = one_of("auto", "never", "must")
-    warmup_measurement_steps: int = at_least(0)
-    kernel_choices: str = one_of("stored", "first", "strict", "tune")
-    profile_steps: int = at_least(0)
-    memory_snapshot: bool
+    """Length, batch, precision, checkpoints and measurements of a run.
+
+    Figures are per data-parallel rank unless they say otherwise.
+    """
+
+    max_steps: int | None = option(
+        200, "optimizer steps; null: until max_tokens. With schedule.steps=null the schedule ends there too", minimum=1
+    )
+    max_tokens: int | None = option(
+        None, "tokens of the whole run; null: no limit. The earlier of the two limits ends the run", minimum=1
+    )
+    batch_size: int = option(8, "sequences per micro-step", minimum=1)
+    accumulation_steps: int = option(
+        1, "micro-steps per optimizer step; the loss is the mean over the tokens of the whole step", minimum=1
+    )
+    seq_len: int = option(128, "tokens per sequence (T)", minimum=2)
+    precision: str = option(
+        "auto",
+        "auto (bf16_autocast on a GPU, fp32 on CPU) | fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters)",
+        choices=("auto", "fp32", "bf16_autocast", "bf16"),
+    )
+    activation_checkpointing: str = option(
+        "none",
+        "what the backward pass recomputes: none | selective (all but the linear layers' results) | full (every block)",
+        choices=("none", "selective", "full"),
+    )
+    compile: str = option(
+        "none",
+        "what torch.compile compiles: none | blocks (each block by itself) | model (all blocks as one; not the loss)",
+        choices=("none", "blocks", "model"),
+    )
+    float8: str = option(
+        "none",
+        "what multiplies in float8: none | blocks (the linear layers of all blocks; not embedding, head and loss)",
+        choices=("none", "blocks"),
+    )
+    cuda_graph: bool = option(
+        False, "true: replay the forward and backward pass as one CUDA graph: the same losses, less work for the host"
+    )
+    deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
+    log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
+    valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
+    valid_tokens: int | None = option(100000, "tokens of the validation set to read; null: all", minimum=1)
+    checkpoint_every: int | None = option(
+        None, "steps between checkpoints; null: only by the clock and at the end; 0: only when interrupted", minimum=0
+    )
+    checkpoint_minutes: float | None = option(
+        10, "minutes between checkpoints; null: only by checkpoint_every", minimum=0
+    )
+    keep_checkpoints: int = option(2, "number of newest checkpoints to keep", minimum=1)
+    resume: str = option(
+        "auto",
+        "auto: continue this run where it stopped | never: move an existing run aside | must: fail without one",
+        choices=("auto", "never", "must"),
+    )
+    warmup_measurement_steps: int = option(
+        5, "first steps of a process, which speed and memory figures leave out (all but the last at most)", minimum=0
+    )
+    kernel_choices: str = option(
+        "stored",
+        "tile sizes of FLA's kernels: stored (tuned here where none is stored) | first (the first ones there: starts "
+        "sooner, may be slower) | strict (an error there) | tune (all tuned here)",
+        choices=("stored", "first", "strict", "tune"),
+    )
+    profile_steps: int = option(
+        0, "steps after the warm-up to trace with torch.profiler, also left out of figures; 0: none", minimum=0
+    )
+    memory_snapshot: bool = option(
+        False, "true: record every CUDA allocation of the run (open memory_snapshot.pickle at pytorch.org/memory_viz)"
+    )
 
 
 @dataclass
 class WandbConfig:
-    mode: str = one_of("auto", "online", "offline", "disabled")
-    project: str
-    entity: str | None
-    tags: list[str]
+    """Weights & Biases."""
+
+    mode: str = option(
+        "auto",
+        "auto (WANDB_MODE, else online with an API key, else offline) | online | offline | disabled",
+        choices=("auto", "online", "offline", "disabled"),
+    )
+    project: str = option("linrnn", "wandb project")
+    entity: str | None = option(None, "wandb user or team; null: the key's default")
+    tags: list[str] = option([], "further tags; model, size, loss and data are always there")
 
 
 @dataclass
 class LoggerConfig:
-    wandb: WandbConfig
-    console_every_seconds: float = at_least(0)
+    """metrics.jsonl in the run directory is always written and is the source of truth; wandb mirrors it."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    console_every_seconds: float = option(1.0, "seconds between progress lines", minimum=0)
 
 
 @dataclass
 class ParallelConfig:
-    """How one run is spread over processes. Subclasses add the options of each method."""
+    """One device, one process. Subclasses spread a run over several."""
 
     name: str = plain_name()
 
@@ -319,21 +438,37 @@ class ParallelConfig:
 class DistributedConfig(ParallelConfig):
     """Keys that every distributed method has."""
 
-    timeout_seconds: float = between(1, 1e8)
+    timeout_seconds: float = option(
+        1800, "s that a rank waits for others (kernels tuned, checkpoints) before it gives up", minimum=1, maximum=1e8
+    )
 
 
 @dataclass
 class DdpConfig(DistributedConfig):
-    """Every rank has a replica of the model; gradients are summed (torch's DistributedDataParallel)."""
+    """A replica of the model on every GPU, or in every process on a CPU (torch's DistributedDataParallel).
+
+    torchrun --nproc-per-node=N train.py … parallel=ddp. trainer.batch_size is each rank's. A step has the same
+    sequences, however they are divided over ranks and micro-steps.
+    """
 
 
 @dataclass
 class FsdpConfig(DistributedConfig):
-    """Parameters, gradients and optimizer state are sharded; blocks are gathered when needed (torch's FSDP2)."""
+    """Parameters, gradients and optimizer state sharded over GPUs (torch's FSDP2).
 
-    shard_ranks: int | None = at_least(1)
-    blocks_together: int = field(default=1, metadata={"minimum": 1})
-    keep_gathered: bool = False
+    torchrun --nproc-per-node=N train.py … parallel=fsdp. trainer.batch_size is each rank's. A step has the same
+    sequences, however they are divided over ranks and micro-steps.
+    """
+
+    shard_ranks: int | None = option(
+        None, "ranks that share one model; null: all; on several machines: the GPUs of one machine (HSDP)", minimum=1
+    )
+    blocks_together: int = option(
+        1, "blocks gathered in one collective; more need fewer calls of the host and more memory", minimum=1
+    )
+    keep_gathered: bool = option(
+        False, "true: gathered blocks stay until their backward pass: half the gathering, more memory"
+    )
 
     def ranks_of_model(self, world_size: int) -> int:
         """Number of ranks that share one model.
@@ -352,7 +487,11 @@ class FsdpConfig(DistributedConfig):
 
 @dataclass
 class VocabConfig(FsdpConfig):
-    """As FSDP, but every rank keeps its vocabulary rows of embedding and head. The loss is computed on these rows."""
+    """Every GPU keeps its vocabulary rows of embedding and head, and computes the loss on them.
+
+    Blocks are sharded as in fsdp. trainer.batch_size is for a group of shard_ranks GPUs, which divide its sequences.
+    Needs loss=cce_kahan or cce_filter.
+    """
 
     def data_ranks(self, world_size: int) -> int:
         return world_size // self.ranks_of_model(world_size)
@@ -360,7 +499,7 @@ class VocabConfig(FsdpConfig):
 
 @dataclass
 class Config:
-    """The configuration of a run. configs/train.yaml and the files that it names explain the keys."""
+    """A training run: its groups, whose options configs/train.yaml lists, and the keys of none of them."""
 
     model: ModelConfig
     size: SizeConfig
@@ -371,17 +510,26 @@ class Config:
     trainer: TrainerConfig
     logger: LoggerConfig
     parallel: ParallelConfig
-    seed: int = at_least(0)
-    group: str = plain_name()
-    run_name: str | None = plain_name()
-    results_dir: str = output_path()
-    device: str = one_of("auto", "cpu", "cuda")
-    memory_budget_gib: float | None = at_least(0)
-    init_from: str | None = input_path()
-    continue_from: str | None = input_path()
-    dry_run: bool
+    seed: int = option(0, "initial weights and order of the data", minimum=0)
+    group: str = option("default", "related runs share a group: results/<group>/<run_name>/", pattern=PLAIN_NAME)
+    run_name: str | None = option(
+        None, "null: made from model, size, loss and every choice that changes what is computed", pattern=PLAIN_NAME
+    )
+    results_dir: str = option("results", "the directory of all groups", path="written")
+    device: str = device()
+    memory_budget_gib: float | None = option(
+        None, "GiB of the GPU that PyTorch may use, to imitate a smaller card; null: all", minimum=0
+    )
+    init_from: str | None = option(
+        None, "weights to start from: run, checkpoint, or Hugging Face model in FLA's format; null: random", path="read"
+    )
+    continue_from: str | None = option(
+        None, "start a new run from weights and optimizer state of a run or checkpoint; null: none", path="read"
+    )
+    dry_run: bool = option(False, "true: only print the expected parameters, memory and time")
 
 
+# -------------------------------------------------------------------------------------------------- other commands
 @dataclass
 class SweepConfig:
     """A sweep: a list of grids, whose points run in this order.
@@ -391,55 +539,86 @@ class SweepConfig:
     """
 
     name: str = plain_name()
-    overrides: list[str]
-    grids: list[dict[str, list[Any]]]
-    targets: list[dict[str, Any]] = field(default_factory=list)
-    ranks: int = at_least(1, default=1)
+    overrides: list[str] = option(MUST_BE_GIVEN, "overrides of every point")
+    grids: list[dict[str, list[Any]]] = option(MUST_BE_GIVEN, "all combinations of each grid, one grid after another")
+    targets: list[dict[str, Any]] = option([], "what a report asks of the runs (docs/sweeps.md)")
+    ranks: int = option(
+        1, "processes that share each point, as torchrun starts them; needs parallel=fsdp, ddp or vocab", minimum=1
+    )
 
 
 @dataclass
 class RunSweepConfig:
-    """scripts/sweep.py: keys are explained in configs/run_sweep.yaml."""
+    """`python scripts/sweep.py sweep=mve [loss=compiled,cce_kahan seed=0]`: many runs, each in its own process.
+
+    All other overrides are for the runs (python train.py --help). They replace the sweep's values and may be lists:
+    a,b,c. On a cluster: hydra/launcher=submitit_slurm hydra.launcher.partition=… (pip install 'linrnn[slurm]').
+    """
 
     sweep: SweepConfig
-    jobs: int = at_least(1)
-    share_gpus: bool
-    retry: bool
-    dry_run: bool
-    report_every_seconds: float = at_least(0)
+    jobs: int = option(1, "points at a time; each on GPUs of its own, one for each of its ranks", minimum=1)
+    share_gpus: bool = option(
+        False, "true: several points on each GPU, for questions about losses alone. Their times are not measured"
+    )
+    retry: bool = option(
+        False, "true: run points again that ran out of memory or diverged; false: these are their results"
+    )
+    dry_run: bool = option(False, "true: only list the points with their expected memory and time")
+    report_every_seconds: float = option(30.0, "seconds between lines on the progress of a running point", minimum=0)
 
 
 @dataclass
 class FindMaxBatchConfig:
-    """scripts/find_max_batch.py: keys are explained in configs/find_max_batch.yaml."""
+    """`python scripts/find_max_batch.py model=gla size=1b3 loss=cce_kahan memory_budget_gib=80`: the largest batch.
 
-    memory_budget_gib: float = at_least(0)
-    probe_steps: int = at_least(3)
-    warmup_steps: int = at_least(1)
-    max_probes: int = at_least(1)
-    ranks: int = at_least(1)
-    group: str = plain_name()
-    results_dir: str = output_path()
+    It is the largest trainer.batch_size. All other overrides are for the probes (python train.py --help). A probe that
+    was made before is not repeated. Probes of another commit, machine or version need another group.
+    """
+
+    memory_budget_gib: float = option(
+        80.0, "GiB that a process may take; on a CPU: its resident set, with Python and its libraries", minimum=0
+    )
+    probe_steps: int = option(
+        8, "optimizer steps of a probe, enough for the optimizer's state and fragmentation", minimum=3
+    )
+    warmup_steps: int = option(3, "first steps of a probe, left out of tokens/s and of the measured peak", minimum=1)
+    max_probes: int = option(7, "maximum number of training runs", minimum=1)
+    ranks: int = option(1, "processes of each probe, one per GPU; more need parallel=fsdp, ddp or vocab", minimum=1)
+    group: str = option(
+        "max_batch", "the probes lie in <results_dir>/<group>/, the answer in its answers/", pattern=PLAIN_NAME
+    )
+    results_dir: str = option("results", "the directory of all groups", path="written")
 
 
 @dataclass
 class BreakdownConfig:
-    """scripts/breakdown.py: keys are explained in configs/breakdown.yaml."""
+    """`python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan trainer.batch_size=8`: a step by component.
 
-    warmup_steps: int = at_least(1)
-    steps: int = at_least(1)
-    output: str = output_path()
+    Memory and time, measured and by formulas. All other overrides are for the run (python train.py --help).
+    """
+
+    warmup_steps: int = option(3, "optimizer steps before the measured ones, which tune kernels", minimum=1)
+    steps: int = option(
+        9, "optimizer steps timed; times are medians, shares have 90 % intervals over the steps", minimum=1
+    )
+    output: str = option("results/breakdown", "directory of <run_name>.json and .md", path="written")
 
 
 @dataclass
 class TuneConfig:
-    """scripts/tune.py: keys are explained in configs/tune.yaml."""
+    """`python scripts/tune.py models=[gla,kda] sizes=[350m]`: tune FLA's kernels on this machine's GPU.
 
-    models: list[str]
-    sizes: list[str]
-    batch_sizes: list[int]
-    again: bool
-    output_dir: str | None = output_path()
+    The choices go to the table of its kind. All configurations to be measured are compiled first, on all cores. All
+    other overrides are for the runs whose kernels are tuned (python train.py --help), for example trainer.seq_len=4096
+    or data.reset_at_document=true. One of model, size or trainer.batch_size takes the place of the list below: `python
+    scripts/tune.py model=fla model.config=delta_net`.
+    """
+
+    models: list[str] = option(["gla", "gated_deltanet", "kda", "transformer"], "options of the group model")
+    sizes: list[str] = option(["smoke", "mve", "350m", "1b3"], "options of the group size")
+    batch_sizes: list[int] = option([8], "sequences; a few kernels are tuned for each of them")
+    again: bool = option(False, "true: also tune what is stored already")
+    output_dir: str | None = option(None, "directory of the table; null: the one that runs read", path="written")
 
 
 @dataclass
@@ -450,71 +629,115 @@ class ReadingConfig:
     known only once the run is opened.
     """
 
-    data: list[str]
+    data: list[str] = option(
+        [], "[]: each run's own; data.KEY=… changes it, data=… chooses another. data.cache_dir is this machine's"
+    )
 
 
 @dataclass
 class EvaluateConfig(ReadingConfig):
-    """scripts/evaluate.py: keys are explained in configs/evaluate.yaml."""
+    """`python scripts/evaluate.py checkpoint=results/default/gla-smoke-cce_kahan-s0 [loss=standard]`"""
 
-    checkpoint: str = input_path()
-    split: str = one_of("train", "valid")
-    max_tokens: int | None = at_least(1)
-    batch_size: int | None = at_least(1)
-    seq_len: int | None = at_least(2)
-    device: str = one_of("auto", "cpu", "cuda")
-    loss: LossConfig | None = None  # an optional group; evaluate.yaml gives it no value
+    checkpoint: str = option(
+        MUST_BE_GIVEN, "a run's directory (its newest checkpoint) or one of its checkpoints", path="read"
+    )
+    split: str = option("valid", "valid | train", choices=("train", "valid"))
+    max_tokens: int | None = option(None, "tokens to read; null: the whole split", minimum=1)
+    batch_size: int | None = option(None, "sequences at once; null: the run's", minimum=1)
+    seq_len: int | None = option(None, "tokens per sequence; null: the run's", minimum=2)
+    device: str = device()
+    loss: LossConfig | None = None  # a group that may be left out
 
 
 @dataclass
 class ProfileSparsityConfig(ReadingConfig):
-    """scripts/profile_sparsity.py: keys are explained in configs/profile_sparsity.yaml."""
+    """`python scripts/profile_sparsity.py checkpoints=[results/default/RUN] [data=text data.path=…]`"""
 
-    checkpoints: list[str] = input_path()  # noqa: RUF009
-    max_tokens: int | None = at_least(1)
-    output_dir: str = output_path()
-    device: str = one_of("auto", "cpu", "cuda")
+    checkpoints: list[str] = option(
+        MUST_BE_GIVEN, "runs' directories (their newest checkpoints) or single checkpoints", path="read"
+    )
+    max_tokens: int | None = option(100000, "tokens of the validation split to read; null: all", minimum=1)
+    output_dir: str = option(
+        "results/sparsity", "directory of sparsity.md, .json and .png, which are replaced", path="written"
+    )
+    device: str = device()
 
 
 @dataclass
 class ExportConfig:
-    """scripts/export.py: keys are explained in configs/export.yaml."""
+    """`python scripts/export.py checkpoint=results/default/gla-smoke-cce_kahan-s0 output=my_model`"""
 
-    checkpoint: str = input_path()
-    output: str = output_path()
+    checkpoint: str = option(
+        MUST_BE_GIVEN, "a run's directory (its newest checkpoint) or one of its checkpoints", path="read"
+    )
+    output: str = option(
+        MUST_BE_GIVEN, "a new directory, for configuration, weights, checksums and tokenizer", path="written"
+    )
 
 
 @dataclass
 class GenerateConfig:
-    """scripts/generate.py: keys are explained in configs/generate.yaml."""
+    """`python scripts/generate.py checkpoint=results/default/RUN prompt="Once upon a time" [temperature=0.8]`"""
 
-    checkpoint: str = input_path()
-    prompt: str | None
-    prompt_file: str | None = input_path()
-    prompt_tokens: list[int] | None
-    max_new_tokens: int = at_least(1)
-    n_samples: int = at_least(1)
-    temperature: float = at_least(0)
-    top_k: int | None = at_least(1)
-    top_p: float | None = between(0, 1)
-    seed: int = at_least(0)
-    use_state: bool
-    device: str = one_of("auto", "cpu", "cuda")
+    checkpoint: str = option(
+        MUST_BE_GIVEN, "a run, one of its checkpoints, or a directory that scripts/export.py wrote", path="read"
+    )
+    prompt: str | None = option(None, 'text to continue: prompt="Well, then"')
+    prompt_file: str | None = option(None, "a file with the prompt, taken literally; -: standard input", path="read")
+    prompt_tokens: list[int] | None = option(
+        None, "the prompt as token ids, as [1,2,3]: the only way for generated data. All three null: a new document"
+    )
+    max_new_tokens: int = option(100, "tokens per sample; a sample ends earlier at the end of a document", minimum=1)
+    n_samples: int = option(1, "samples from the same prompt", minimum=1)
+    temperature: float = option(1.0, "divides the logits; 0: the most probable token, always", minimum=0)
+    top_k: int | None = option(None, "sample from this many most probable tokens; null: from all", minimum=1)
+    top_p: float | None = option(
+        None, "sample from the fewest tokens with this total probability; null: from all", minimum=0, maximum=1
+    )
+    seed: int = option(0, "the same seed gives the same samples on the same machine", minimum=0)
+    use_state: bool = option(
+        True, "true: keep the recurrent state (or keys and values); false: read all tokens again for every new one"
+    )
+    device: str = device()
 
 
 @dataclass
 class ReportConfig:
-    """scripts/report.py: keys are explained in configs/report.yaml."""
+    """`python scripts/report.py group=mve`: what a group's runs say, in three sentences, tables and plots.
 
-    group: str | None = plain_name()
-    summary: str | None = input_path()
-    results_dir: str = input_path()
-    output_dir: str | None = output_path()
-    origins: str = one_of("together", "apart")
-    max_batch_group: str = plain_name()
+    It reads the group's runs below results_dir. Without runs it reads the committed report of that name. It writes
+    report.md, the plots, and report.html: one page for a browser that needs no other file. Targets in the sweep's file
+    (docs/sweeps.md) are answered: reached, not reached or inconclusive.
+    """
+
+    group: str | None = option(None, "the group; or:", pattern=PLAIN_NAME)
+    summary: str | None = option(
+        None, "the directory of a committed report (with runs.json), wherever it lies", path="read"
+    )
+    results_dir: str = option(
+        "results", "the directory of all groups; its folder summaries holds the reports", path="read"
+    )
+    output_dir: str | None = option(
+        None,
+        "directory for the report, whose files are replaced; null: <results_dir>/summaries/<group>, or a committed "
+        "report's own directory",
+        path="written",
+    )
+    origins: str = option(
+        "together",
+        "together: one comparison of all runs, and a warning if other code or another GPU made some; apart: each "
+        "origin by itself",
+        choices=("together", "apart"),
+    )
+    max_batch_group: str = option(
+        "max_batch",
+        "another group of scripts/find_max_batch.py; the report includes its answers, and those of `group`",
+        pattern=PLAIN_NAME,
+    )
 
 
-# Commands: the schema of each configs/<name>.yaml. linrnn.config.compose.add_command adds those of benchmarks.
+# The schema of each command, by its name. A command with groups has a menu, configs/<name>.yaml. Benchmarks add theirs
+# with linrnn.config.compose.add_command.
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,
@@ -528,15 +751,11 @@ COMMANDS: dict[str, type] = {
     "tune": TuneConfig,
 }
 
-# The schema of each `group=option`. A group with one schema for all options lists it under "". Losses belong to a
-# package above this one, so each loss adds its own options (linrnn.config.compose.offer).
+# The schema of each `group=option`; "" is that of all options which are not listed. An option of model, size, data or
+# sweep has a file in configs/<group>/ with its values. All others have their schema's defaults. Losses belong to a
+# package above this one, so each loss adds its own (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {
-        "": ModelConfig,
-        "gla": ProjectedModelConfig,
-        "transformer": ProjectedModelConfig,
-        "fla": FlaModelConfig,
-    },
+    "model": {"": ModelConfig, "gla": ProjectedModelConfig, "transformer": ProjectedModelConfig, "fla": FlaModelConfig},
     "size": {"": SizeConfig},
     "loss": {},
     "data": {
@@ -547,21 +766,21 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "fineweb_edu": HubDataConfig,
     },
     "optimizer": {"adamw": OptimizerConfig, "muon": MuonConfig},
-    "schedule": {
-        "cosine": FallingConfig,
-        "linear": FallingConfig,
-        "wsd": WsdConfig,
-        "constant": ScheduleConfig,
-    },
-    "trainer": {"": TrainerConfig},
-    "logger": {"": LoggerConfig},
-    "parallel": {
-        "none": ParallelConfig,
-        "ddp": DdpConfig,
-        "fsdp": FsdpConfig,
-        "vocab": VocabConfig,
-    },
+    "schedule": {"cosine": FallingConfig, "linear": FallingConfig, "wsd": WsdConfig, "constant": ScheduleConfig},
+    "trainer": {"default": TrainerConfig},
+    "logger": {"default": LoggerConfig},
+    "parallel": {"none": ParallelConfig, "ddp": DdpConfig, "fsdp": FsdpConfig, "vocab": VocabConfig},
     "sweep": {"": SweepConfig},
+}
+# What an option is, where the docstring of its schema does not say it.
+ABOUT: dict[tuple[str, str], str] = {
+    (
+        "schedule",
+        "constant",
+    ): "After the warm-up the learning rate stays at its peak. The schedule has no end: a larger "
+    "trainer.max_steps continues the run.",
+    ("schedule", "cosine"): "After the warm-up the learning rate falls along half a cosine.",
+    ("schedule", "linear"): "After the warm-up the learning rate falls along a straight line.",
 }
 
 # The models that take `model.shared_projection_rank`.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from linrnn.config.bounds import check_outputs
 from linrnn.config.grids import sweep_points
-from linrnn.config.outputs import check_outputs
 from linrnn.config.schema import HubDataConfig, RunSweepConfig
 from linrnn.core.errors import (
     ConfigError,
