@@ -13,7 +13,7 @@ import torch
 from forked import run_script, start
 
 from linrnn.config import last_of_each, load_config
-from linrnn.config.outputs import check_outputs
+from linrnn.config.bounds import check_outputs
 from linrnn.core.errors import DataError, LinrnnError, OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.report.runs import read_runs
 from linrnn.training.trainer import Trainer
@@ -31,26 +31,8 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     ("overrides", "code", "cause", "remedy"),
     [
         (["model=gal"], 2, "model=gal", "gla"),
-        (["loss=cce_kahn"], 2, "loss=cce_kahn", "cce_kahan"),
-        (["experiment=mvee"], 2, "experiment=mvee", "mve"),
         (["trainer.batchsize=4"], 2, "trainer.batchsize", "trainer.batch_size"),
-        (["optimizer.learning_rate=1"], 2, "optimizer.learning_rate", "optimizer.lr"),
-        (["trainr.max_steps=1"], 2, "trainr.max_steps", "trainer.max_steps"),
-        (["modl=gla"], 2, "modl", "nearest: model=…"),
-        (["loss=standard", "loss.filter_eps=0.1"], 2, "loss.filter_eps", "loss=cce_filter"),
         (["trainer.batch_size=0"], 2, "trainer.batch_size=0", "1 or more"),
-        (["trainer.batch_size=two"], 2, "trainer.batch_size=two is not a whole number", "give trainer.batch_size"),
-        (["trainer.max_steps=1e3"], 2, "trainer.max_steps=1e3 is not a whole number", "write trainer.max_steps=1000"),
-        (["trainer.max_steps=1.5"], 2, "trainer.max_steps=1.5 is not a whole number", "a whole number"),
-        (["optimizer.lr=high"], 2, "optimizer.lr=high is not a number", "give optimizer.lr a number"),
-        (["data.verify=maybe"], 2, "data.verify=maybe is not true or false", "true or false"),
-        (["device=gpu"], 2, "device=gpu is not one of auto, cpu, cuda", "one of these values"),
-        (["trainer.resume=nver"], 2, "trainer.resume=nver", "use trainer.resume=never"),
-        (["optimizer.lr=-1"], 2, "optimizer.lr=-1", "0"),
-        (["optimizer.lr=nan"], 2, "optimizer.lr", "finite"),
-        (["+unknown=1"], 2, "unknown", "--help"),
-        (["batch_size"], 2, "batch_size", "key=value"),
-        (["trainer.precision=fp64"], 2, "trainer.precision=fp64 is not one of auto, fp32", "one of these values"),
         (["trainer.max_steps=null"], 2, "no end", "give one"),
         (["trainer.max_tokens=7"], 2, "less than one step", "raise trainer.max_tokens"),
         (["size.vocab_size=8"], 2, "smaller than the data's vocabulary", "size.vocab_size="),
@@ -62,10 +44,6 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["logger.wandb.mode=online"], 4, "no API key", "offline"),
         (["data=text", "data.path=missing.txt"], 3, "missing.txt", ""),
         (["trainer.seq_len=50000"], 3, "50,001", "seq_len"),
-        (["optimizer.lr=inf"], 2, "not a finite number", "finite"),
-        (["trainer.max_steps=99999999999999999999"], 2, "64 bits", "2**63"),
-        (["seed=99999999999999999999"], 2, "64 bits", "2**63"),
-        (["data.data_seed=-1"], 2, "data.data_seed=-1", "0 or more"),
     ],
 )
 def test_refused(

@@ -1,0 +1,148 @@
+"""Wrong command lines: each is answered in two lines, the cause and what to write instead, with exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from linrnn.config.cli import run, run_many
+
+LINES = [
+    # An option that a group does not have: the nearest ones, then all.
+    ("train", "model=gal", "model=gal: there is no such model", "nearest: gla, gated_deltanet"),
+    ("train", "model=rwkv7", "there is no such model", "FLA has it: model=fla model.config=rwkv7"),
+    ("train", "model=fla model.config=deltnet", "FLA has no such model", "nearest: delta_net"),
+    ("train", "model=", "model=: there is no such model", "all: fla, gated_deltanet, gla, kda"),
+    ("train", "loss=cce_kahn", "loss=cce_kahn: there is no such loss", "nearest: cce_kahan"),
+    ("train", "experiment=mvee", "experiment=mvee: there is no such experiment", "nearest: mve"),
+    ("train", "data=null", "data=null: there is no such data", "all: fineweb_edu, markov"),
+    ("train", "trainer=5", "trainer=5: there is no such trainer", "all: default"),
+    ("run_sweep", "sweep=nope", "sweep=nope: there is no such sweep", "nearest: "),
+    ("evaluate", "checkpoint=x loss=standrd", "there is no such loss", "nearest: standard"),
+    # What is no name of an option.
+    ("train", "model==gla", "model==gla: options are names", "model=NAME"),
+    ("train", "model=[gla]", "options are names", "model=NAME"),
+    ("train", "model=gla,kda", "options are names", "model=NAME"),
+    ("train", "trainer={max_steps:3}", "options are names", "trainer=NAME"),
+    ("train", "experiment=../../x", "options are names", "experiment=NAME"),
+    ("train", "model=gla model=kda", "model is given twice (gla, kda)", "keep one"),
+    # A key that is not there: the nearest ones, and what its owner has.
+    ("train", "modl=gla", "modl: there is no such key", "nearest: model=…"),
+    ("train", "trainr.max_steps=1", "trainr.max_steps: there is no such key", "nearest: trainer.max_steps"),
+    ("train", "trainer.batchsize=4", "trainer.batchsize: there is no such key", "trainer has: max_steps, max_tokens"),
+    ("train", "optimizer.learning_rate=1", "optimizer.learning_rate", "nearest: optimizer.lr"),
+    ("train", "batch_size=3", "batch_size: there is no such key", "nearest: trainer.batch_size"),
+    ("train", "logger.wandb.mod=offline", "logger.wandb.mod: there is no such key", "nearest: logger.wandb.mode"),
+    ("train", "logger.wandb={mod:offline}", "logger.wandb.mod: there is no such key", "nearest: logger.wandb.mode"),
+    ("train", "size.mixers.gla.heads=3", "there is no such key", "nearest: size.mixers.gla.num_heads"),
+    ("train", "size.mixers.glaa.num_heads=3", "there is no such key", "nearest: size.mixers.gla.num_heads"),
+    ("train", "+unknown=1", "unknown: there is no such key", "nearest: "),
+    ("train", "++data.more=1", "data.more: there is no such key", "data has: name, cache_dir"),
+    ("train", "seed.x=1", "seed.x: there is no such key, because seed is a single value", "write seed=1"),
+    ("train", "trainer.max_steps.x.y=1", "because trainer.max_steps is a single value", "write trainer.max_steps=1"),
+    ("evaluate", "checkpont=x", "checkpont: there is no such key", "nearest: checkpoint"),
+    ("export", "checkpoint=x model=gla", "model: there is no such key", "nearest: output"),
+    ("find_max_batch", "probes=3", "probes: there is no such key", "max_probes=…, a key of this command"),
+    ("run_sweep", "sweep=mve sweep.rank=2", "sweep.rank: there is no such key", "nearest: sweep.ranks"),
+    # A key of another option.
+    (
+        "train",
+        "loss=standard loss.filter_eps=1",
+        "loss.filter_eps: there is no such key",
+        "an option of loss=cce_filter",
+    ),
+    ("train", "data=text data.path=x data.branching=3", "data.branching", "it is an option of data=markov; data has: "),
+    ("train", "schedule=constant schedule.min_lr_ratio=1", "schedule.min_lr_ratio", "schedule=cosine, schedule=linear"),
+    ("train", "experiment=phase1 data=markov", "sets data.max_tokens, which data=markov does not", "another data"),
+    ("evaluate", "checkpoint=x loss.filter_eps=1", "a key of a group that is not chosen", "loss=NAME"),
+    # A value that must be given.
+    ("train", "data=text", "data.path must be given", "add data.path=…"),
+    ("export", "checkpoint=x", "output must be given", "add output=…"),
+    ("run_sweep", "", "sweep must be given", "one of: apple, batch"),
+    # A value of another type.
+    (
+        "train",
+        "trainer.batch_size=two",
+        "trainer.batch_size=two is not a whole number",
+        "give trainer.batch_size a whole",
+    ),
+    ("train", "trainer.max_steps=1e3", "trainer.max_steps=1e3 is not a whole number", "write trainer.max_steps=1000"),
+    ("train", "trainer.max_steps=1.5", "is not a whole number", "give trainer.max_steps a whole number"),
+    ("train", "trainer.batch_size=[1,2]", "is not a whole number", "give trainer.batch_size a whole number"),
+    ("train", "seed=", "seed= is not a whole number", "give seed a whole number"),
+    ("train", "seed={a:1}", "is not a whole number", "give seed a whole number"),
+    ("train", "optimizer.lr=high", "optimizer.lr=high is not a number", "give optimizer.lr a number"),
+    ("train", "data.verify=maybe", "data.verify=maybe is not true or false", "true or false"),
+    ("train", "logger.wandb.tags=a", "logger.wandb.tags is a list", "put it in brackets: logger.wandb.tags=[a]"),
+    ("train", "logger.wandb.tags=a,b", "logger.wandb.tags is a list", "write a list as logger.wandb.tags=[a,b]"),
+    ("generate", "checkpoint=x prompt_tokens=[a]", "prompt_tokens=[a] is not a whole number", "a whole number"),
+    ("tune", "batch_sizes=8", "batch_sizes is a list", "batch_sizes=[8]"),
+    ("train", "seed=1,2", "seed=1,2: seed takes one value", "scripts/sweep.py"),
+    # A value out of bounds.
+    ("train", "trainer.seq_len=1", "trainer.seq_len=1 is below the minimum of 2", "use trainer.seq_len=2 or more"),
+    ("train", "optimizer.beta1=1.5", "is above the maximum of 1", "use optimizer.beta1=1 or less"),
+    ("train", "data.data_seed=-1", "below the minimum of 0", "0 or more"),
+    ("train", "device=gpu", "device=gpu is not one of auto, cpu, cuda", "one of these values"),
+    ("train", "trainer.resume=nver", "is not one of auto, never, must", "use trainer.resume=never"),
+    ("train", "trainer.precision=fp16", "is not one of auto, fp32", "use trainer.precision=bf16_autocast"),
+    ("train", "trainer.precision=fp3", "is not one of auto, fp32", "use trainer.precision=fp32"),
+    ("train", "optimizer.lr=nan", "is not a finite number", "finite"),
+    ("train", "optimizer.eps=inf", "is not a finite number", "finite"),
+    ("train", "optimizer.weight_decay=inf", "is not a finite number", "finite"),
+    ("train", "memory_budget_gib=inf", "is not a finite number", "finite"),
+    ("train", "logger.console_every_seconds=inf", "is not a finite number", "finite"),
+    ("train", "seed=99999999999999999999", "does not fit in 64 bits", "2**63"),
+    ("train", "size.vocab_size=9223372036854775808", "does not fit in 64 bits", "2**63"),
+    ("train", "results_dir=", "results_dir is empty", "name a path"),
+    ("train", "run_name=../../x", "is no plain name", "no dot at its start"),
+    ("train", "group=.git", "is no plain name", "no dot at its start"),
+    ("train", "data.name=../x", "is no plain name", "no dot at its start"),
+    # What is no override, or more than one.
+    ("train", "batch_size", "'batch_size' cannot be read", "key=value"),
+    ("train", "--model gla", "--model: there is no such option", "give only overrides"),
+    ("train", "-m model=gla,kda", "-m: there is no such option", "scripts/sweep.py"),
+    ("train", "~dry_run", "~dry_run: no key can be removed", "leave it out"),
+    ("train", "seed=[1", "cannot be read", "for the shell"),
+    ("train", "seed=it's", "cannot be read", "key=value"),
+    ("train", "+schema/train@x=y", "cannot be read", "key=value"),
+    ("generate", "checkpoint=x prompt=hello world", "'world' cannot be read", "a value with spaces needs quotes"),
+    ("generate", "checkpoint=x prompt=hello world!", "'world!' cannot be read", "a value with spaces needs quotes"),
+    # What no configuration may do.
+    ("train", "hydra.run.dir=/tmp/x", "Hydra's own keys", "scripts/sweep.py"),
+    ("train", "+hydra.callbacks.x._target_=subprocess.Popen", "Hydra's own keys", "scripts/sweep.py"),
+    ("train", "hydra.searchpath=[file:///tmp]", "Hydra's own keys", "scripts/sweep.py"),
+    ("train", "run_name=${oc.env:HOME}", "values are not computed", "without ${"),
+]
+
+
+@pytest.mark.parametrize(("command", "line", "cause", "remedy"), LINES, ids=[f"{c} {line}" for c, line, *_ in LINES])
+def test_answered_with_its_cause_and_what_to_write_instead(
+    command: str,
+    line: str,
+    cause: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["command.py", *line.split()])
+    start = run_many if command in ("run_sweep", "find_max_batch", "tune") else run
+    with pytest.raises(SystemExit) as stop:
+        start(lambda *configs: None, command, "")
+    assert stop.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert cause in first
+    assert second.startswith("  -> ")
+    assert remedy in second
+
+
+def test_help_is_printed_before_torch_or_hydra_is_imported() -> None:
+    program = (
+        "import sys; sys.argv = ['train.py', 'loss=liger', '--help']\n"
+        "from linrnn.config.cli import run\n"
+        "run(lambda config: None)\n"
+        "print({'torch', 'hydra', 'omegaconf'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    assert "\naccumulate: native" in done.stdout
