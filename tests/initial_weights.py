@@ -25,17 +25,17 @@ def compare(rank: int, world_size: int, port: int, overrides: list[str], device_
         torch.cuda.set_device(rank)
     config = load_config(overrides)
     arch = resolve(config.model, config.size, 515)
-    how: dict[str, Any] = {"device": torch.device(device_type), "seed": 3}
+    how: dict[str, Any] = {"device": torch.device(device_type)}
     how["dtype"] = parameter_dtype(config.trainer.precision)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     mesh = make_mesh(config.parallel, device_type)
     models = []
     state = torch.get_rng_state()
     for blank in (BlankModel(arch, part_of(mesh), **how), None):
-        model = blank.model if blank else build_model(arch, **how)
+        model = blank.model if blank else build_model(arch, **how, seed=3)
         shard(model, mesh, torch.float32, config.parallel)
         if blank:
-            blank.draw()
+            blank.draw(3)
         models.append(model)
     assert torch.equal(torch.get_rng_state(), state)
     ours, plain = map(_described, models)
@@ -73,13 +73,13 @@ def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> Non
     arch = resolve(config.model, config.size, 515)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         if deferred:
-            blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"), seed=3)
+            blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"))
             model = blank.model
         else:
             model = build_model(arch, device="cpu", seed=3)
         shard(model, mesh, torch.float32, config.parallel)
         if deferred:
-            blank.draw()
+            blank.draw(3)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     print("share", max(itertools.accumulate(sizes)) / (4 * arch.n_parameters))

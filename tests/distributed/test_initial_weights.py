@@ -9,10 +9,9 @@ import torch
 from forked import spawn
 from initial_weights import compare, peak, without_drawing
 from pool import Pool
-from rank_process import _of_ranks, as_rank, curve, ended, free_port, output
+from rank_process import _of_ranks, curve, ended, free_port, output
 
 from linrnn.config import load_config
-from linrnn.experiments.dry_run import print_forecast
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -28,9 +27,9 @@ CASES = [
 ]
 
 
-def arguments(*more: object, tmp_path: Path) -> list[tuple]:
+def arguments(*more: object, tmp_path: Path, ranks: int = 2) -> list[tuple]:
     port = free_port()
-    return [(rank, 2, port, *more, f"{tmp_path / 'ranks'}.{rank}") for rank in range(2)]
+    return [(rank, ranks, port, *more, f"{tmp_path / 'ranks'}.{rank}") for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: overrides[0] + overrides[1])
@@ -40,6 +39,19 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(
     """Also dtypes, buffers, ties, FLA's marks on parameters, and the state of the generator."""
     codes = pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path), seconds=60)
     assert codes == [0, 0], output(tmp_path / "ranks", 2)
+
+
+def test_two_groups_of_two_ranks_draw_the_weights_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    overrides = ["model=gla", "parallel=fsdp", "parallel.shard_ranks=2"]
+    assert pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path, ranks=4), seconds=60) == [0] * 4, output(
+        tmp_path / "ranks", 4
+    )
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
+def test_four_ranks_draw_the_weights_of_one_process(parallel: str, pool: Pool, tmp_path: Path) -> None:
+    codes = pool.run(compare, arguments(["model=kda", f"parallel={parallel}"], "cpu", tmp_path=tmp_path, ranks=4), 60)
+    assert codes == [0] * 4, output(tmp_path / "ranks", 4)
 
 
 @pytest.mark.gpu
@@ -83,12 +95,3 @@ def test_weights_that_are_loaded_are_not_drawn_before(small: Small, pool: Pool, 
     assert curve(directory).keys() == expected.keys()
     for step, figures in curve(directory).items():
         assert figures == pytest.approx(expected[step], rel=5e-5), step
-
-
-def test_a_dry_run_says_what_drawing_the_weights_needs(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    as_rank(monkeypatch.setenv, 0, 8)
-    print_forecast(load_config(small("parallel=fsdp", "size=1b3", "trainer.batch_size=8")))
-    [said] = [line for line in capsys.readouterr().out.splitlines() if "draw the initial" in line]
-    assert said.endswith("1.044 GiB on each thread: one matrix of each size")

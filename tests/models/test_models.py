@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, find_pretrained, load_weights, support
-from linrnn.models import build as build_module
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.chunk_size import leave_out_slow_configurations
 from linrnn.models.facts import FACTS
@@ -46,7 +45,7 @@ def architecture(model: str, chunk_size: int | None = None, **size: Any) -> Arch
     return resolve(ModelConfig(model, chunk_size), dataclasses.replace(TINY, **size), vocab_size=96)
 
 
-def build(model: str, seed: int | None = 0, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
+def build(model: str, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> LanguageModel:
     return build_model(architecture(model, **options), device="cpu", dtype=dtype, seed=seed)
 
 
@@ -66,22 +65,6 @@ def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Te
 
 
 # ------------------------------------------------------------------------------------------ what they compute
-@pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_is_drawn_by_flas_rule(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own draws are left out: new memory, which here is filled with NaN, must be overwritten everywhere."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
-    assert torch.nn.Linear(2, 3).weight.isnan().sum() == 0, "outside of the block torch draws"
-    with build_module.without_torchs_own_draws():
-        assert torch.nn.Linear(2, 3).weight.isnan().all()
-        assert torch.nn.Embedding(2, 3).weight.isnan().all()
-    parameters = dict(build(model, tie_embeddings=False).named_parameters())
-    assert [name for name, parameter in parameters.items() if not parameter.isfinite().all()] == []
-    linear = {name: p for name, p in parameters.items() if p.ndim == 2 and p.numel() > 1000}
-    assert len(linear) > 6
-    assert all(p.detach().std() == pytest.approx(0.02, rel=0.1) for p in linear.values())
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("length", [5, 64, 90])
 def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length: int) -> None:
@@ -481,15 +464,13 @@ def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wr
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
-    """Same seed, same weights; gradients of FLA's kernels against those of cpu_ops, packed or not."""
+    """Gradients of FLA's kernels against those of cpu_ops, packed or not."""
     try:
         check_supported(ModelConfig(model, None), torch.device("cuda"))
     except UnsupportedError as error:
         pytest.skip(error.cause)
     ids, bounds = tokens(2, 130), torch.tensor([0, 100, 130, 140, 260])
-    on_cpu, on_gpu = build(model), build_model(architecture(model), device="cuda", seed=0)
-    for name, tensor in on_cpu.hf.state_dict().items():
-        assert torch.equal(tensor, on_gpu.hf.state_dict()[name].cpu())
+    on_cpu, on_gpu = build(model), build(model).to("cuda")
     for cu_seqlens in (None, bounds):
         theirs = gradients(on_cpu, ids, cu_seqlens=cu_seqlens)
         ours = gradients(on_gpu, ids.cuda(), cu_seqlens=None if cu_seqlens is None else cu_seqlens.cuda())

@@ -22,7 +22,7 @@ from linrnn.inference.generate import samples
 from linrnn.inference.load import load_trained
 from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
 from linrnn.models.architecture import Architecture, resolve, shared_projection_table
-from linrnn.models.build import initialised
+from linrnn.models.build import fla_model
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -199,9 +199,7 @@ def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matc
     assert arch.mixer_parameters < full.mixer_parameters
     assert arch.intermediate_size > full.intermediate_size
     assert arch.body_parameters == pytest.approx(full.body_parameters, rel=0.016)
-    with torch.device("meta"):
-        hf = initialised(dataclasses.replace(arch, num_layers=2))
-    hf.tie_weights()
+    hf = fla_model(dataclasses.replace(arch, num_layers=2))
     layer = hf.model.layers[1]
     assert sum(p.numel() for p in layer.attn.parameters()) == arch.mixer_parameters
     assert sum(p.numel() for p in layer.mlp.parameters()) == arch.mlp_parameters
@@ -225,8 +223,8 @@ def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(mode
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> None:
     arch = architecture(model, RANK, "size.tie_embeddings=false")
-    blank = BlankModel(arch, device=CPU, seed=3)
-    blank.draw()
+    blank = BlankModel(arch, device=CPU)
+    blank.draw(3)
     plain = build_model(arch, device="cpu", seed=3).state_dict()
     ours = blank.model.state_dict()
     assert ours.keys() == plain.keys()
@@ -326,7 +324,7 @@ def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str, compiled: str) -> None:
     ids = tokens(2, 130)
-    on_gpu = build_model(architecture(model), device="cuda", seed=0)
+    on_gpu = build(model).to("cuda")
     on_gpu.set_compile(compiled)
     theirs, ours = gradients(build(model), ids), gradients(on_gpu, ids.cuda())
     for name, grad in theirs.items():

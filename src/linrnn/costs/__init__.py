@@ -9,7 +9,7 @@ from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_
 from linrnn.costs.flops import mfu, model_flops, model_flops_6n
 from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
 from linrnn.costs.layer_memory import recurrent_state_bytes
-from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, memory_of_drawing, training_state
+from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
 from linrnn.costs.optimizer import optimizer_traffic
 from linrnn.costs.traffic import loss_traffic
 
@@ -23,7 +23,6 @@ __all__ = [
     "loss_memory",
     "loss_traffic",
     "memory_estimate",
-    "memory_of_drawing",
     "mfu",
     "model_flops",
     "model_flops_6n",

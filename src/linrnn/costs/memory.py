@@ -8,12 +8,12 @@ and cuBLAS's workspaces. They describe the GPU kernels; the torch fallbacks on C
 * What compiled blocks save besides casts. Their casts are known for GLA and the Transformer.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig, OptimizerConfig
 from linrnn.costs.communication import ID, gathered_bytes
 from linrnn.costs.layer_memory import LayerMemory, layer_memory
-from linrnn.costs.optimizer import layer_matrices, optimizer_state, update_memory
+from linrnn.costs.optimizer import optimizer_state, update_memory
 from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
@@ -113,17 +113,6 @@ def training_state(
     parameters = kept * arch.n_parameters // shard_ranks
     state = optimizer_state(arch, optimizer, kept) // shard_ranks
     return {"parameters": parameters, "gradients": parameters, "optimizer": state}
-
-
-def memory_of_drawing(arch: Architecture) -> int:
-    """Bytes of the CPU's memory that a thread needs while it draws initial weights, in fp32.
-
-    Each parameter is drawn as a whole and copied to where the model is (:class:`linrnn.models.BlankModel`). The next
-    parameter of its size gets its memory. So there is one matrix of each size. A model with shared projections draws
-    the full ones first.
-    """
-    matrices = layer_matrices(replace(arch, shared_projection_rank=None)) or []
-    return FP32 * sum({arch.embedding_parameters, *(rows * columns for rows, columns in matrices)})
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:

@@ -23,7 +23,7 @@ from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
-from linrnn.models.deferred.part import Part
+from linrnn.models.build import Part
 
 _FIRST = "first"
 
@@ -59,6 +59,9 @@ class Ranks:
             compute: the dtype of matrix products.
         """
         return model
+
+    def copy_first(self, model: nn.Module) -> None:
+        """Give every copy of the model the first one's weights. GPUs of two kinds draw other random numbers."""
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which passes keep their gradients on their rank. The next pass outside it sums them."""
@@ -205,6 +208,10 @@ class ReplicatedRanks(DistributedRanks):
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 has no newer name for it
             return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
+    def copy_first(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         return replica.no_sync()
 
@@ -236,6 +243,9 @@ class ShardedRanks(DistributedRanks):
 
         self._replicas = shard(model, self._mesh, compute, self._parallel)
         return model
+
+    def copy_first(self, model: nn.Module) -> None:
+        self._replicas.copy_first()
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         return self._replicas.accumulating()

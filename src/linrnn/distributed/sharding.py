@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.models.deferred import Part, allocate
+from linrnn.models.build import Part, allocate
 
 
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
@@ -42,7 +42,7 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConf
     """Shard `model` (a LanguageModel) over the mesh, in place. Its parameters become DTensors.
 
     Parameters on the meta device get memory for this rank's part, without values
-    (:class:`linrnn.models.deferred.BlankModel`).
+    (:class:`linrnn.models.BlankModel`).
 
     Args:
         compute: the dtype of matrix products. The blocks' weights are gathered in it. If FLA's kernels need some of
@@ -90,12 +90,18 @@ class Replicas:
     """
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
-        self._model, self._accumulating = model, False
+        self._model, self._mesh, self._accumulating = model, mesh, False
         self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if mesh.ndim > 1:
             group = mesh.get_group("replicate")
             for weight in {model.embedding.weight, model.head_weight}:  # a single one if they are tied
                 weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
+
+    def copy_first(self) -> None:
+        """Give every group the first one's parameters."""
+        if self._mesh.ndim > 1:
+            for parameter in self._model.parameters():
+                dist.broadcast(parameter.detach().to_local(), group=self._mesh.get_group("replicate"), group_src=0)
 
     def reshard(self) -> None:
         """Free gathered parameters, those that FSDP keeps for a backward pass among them."""

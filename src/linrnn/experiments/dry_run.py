@@ -9,7 +9,7 @@ from linrnn import costs
 from linrnn.config import run_name
 from linrnn.config.schema import Config, VocabConfig
 from linrnn.core.errors import LinrnnError
-from linrnn.core.machine import GIB, cores, ranks_here
+from linrnn.core.machine import cores, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
 from linrnn.models.architecture import Architecture
@@ -34,7 +34,6 @@ def print_forecast(config: Config) -> None:
         *_run(plan, arch),
         *_inputs(config),
         *_memory(plan, arch),
-        *_drawing(arch),
         *_room(plan, arch),
         *_communication(plan, arch),
         *_time(plan, arch),
@@ -83,12 +82,6 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
         heading += f"\n  as with trainer.compile=none: the formulas do not know {trainer.compile} for this model"
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
-
-
-def _drawing(arch: Architecture) -> list[str]:
-    """What a rank's CPU memory holds before the first step, beside a model on the CPU."""
-    held = costs.memory_of_drawing(arch) / GIB
-    return ["", f"CPU memory to draw the initial weights  {held:.3f} GiB on each thread: one matrix of each size"]
 
 
 def _room(plan: Plan, arch: Architecture) -> list[str]:

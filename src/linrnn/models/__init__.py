@@ -1,7 +1,6 @@
 """Models of flash-linear-attention with one interface: `LanguageModel`. Four of them are the study's."""
 
-from linrnn.models.build import build_model
-from linrnn.models.deferred import BlankModel
+from linrnn.models.build import BlankModel, build_model
 from linrnn.models.language_model import LanguageModel
 from linrnn.models.support import check_device, check_heads, check_installed, check_supported, explain_refusal
 from linrnn.models.weights import (

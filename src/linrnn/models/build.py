@@ -1,52 +1,207 @@
-"""Build a model with deterministic weights from an `Architecture`."""
+"""A model that is sharded before its weights exist, and its initial weights, of which each rank keeps its rows.
 
-import contextlib
-from collections.abc import Iterator
+The model is built on the meta device. Then one part of it after the other is made on the device of the run, as FLA does
+it: a block by its constructor, an embedding, a norm or the head by its reset. A part's random numbers depend on the
+seed and the part's name alone. So the weights are the same for any number of ranks, and no rank ever holds more than
+its rows and one part.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import install_sdpa
 from linrnn.models.facts import matched
-from linrnn.models.fla_any import FlaArchitecture, build_hf
+from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 from linrnn.models.layers.shared_projection import share_projections
 
+NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one rank, out of `count` parts of equal size. The last parts may have fewer rows or none.
+
+    FSDP2 and torch.chunk cut tensors in the same way.
+    """
+
+    index: int
+    count: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a tensor's rows, as a view."""
+        rows = -(-len(whole) // self.count) if whole.ndim else 0
+        return whole[self.index * rows : (self.index + 1) * rows] if whole.ndim else whole
+
+
+WHOLE = Part(0, 1)
+
+
+def keep(tensor: Tensor, value: Tensor, part: Part) -> None:
+    """Copy a value into a tensor; into a DTensor, whose rows this rank has as `part`, those rows of the value."""
+    if hasattr(tensor, "to_local"):
+        tensor.to_local().copy_(part.of(value))
+    else:
+        tensor.copy_(value)
+
 
 def build_model(
-    arch: Architecture,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    seed: int | None = None,
+    arch: Architecture, *, device: torch.device | str, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> LanguageModel:
     """Build FLA's model for `arch`, initialised as FLA does.
 
-    Weights are drawn on the CPU in fp32, so that a seed gives the same weights on every device. The generator's state
-    is restored.
+    A seed gives the same weights for any number of ranks. A CPU and a GPU give other ones.
 
     Args:
         dtype: of the parameters, fp32 or bf16; A_log and dt_bias stay in fp32.
-        seed: of the weights; None: continue from the CPU generator's state.
 
     Raises:
         ConfigError: another dtype.
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
-    device = torch.device(device)
-    prepare(arch, device, dtype)
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
-        if seed is not None:
+    blank = BlankModel(arch, device=torch.device(device), dtype=dtype)
+    blank.draw(seed)
+    return blank.model
+
+
+class BlankModel:
+    """A model that can be sharded before its weights exist.
+
+    Attributes:
+        model: its parameters have no values. Its buffers have theirs, on the device of the run.
+        part: the rows of each parameter that this rank will hold.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        part: Part | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Build it. For the other arguments and the errors see :func:`linrnn.models.build_model`.
+
+        Args:
+            part: the rows of each parameter that this rank will hold. The parameters are on the meta device, and
+                sharding gives them memory. None: this process holds the whole model. The parameters have memory.
+        """
+        prepare(arch, device, dtype)
+        hf = fla_model(arch)
+        self.part, self._device = part or WHOLE, device
+        self._makers = dict(_makers(hf, arch.shared_projection_rank))
+        _replace_parameters(hf, dtype, torch.device("meta") if part else device)
+        for name, maker in self._makers.items():
+            module = hf.get_submodule(name)
+            if next(module.buffers(), None) is not None:
+                with self._on_device(0):
+                    made = dict(maker().named_modules())
+                for layer_name, layer in module.named_modules():
+                    layer._buffers.update(made[layer_name]._buffers)
+        self.model = LanguageModel(hf, arch).train()
+
+    @torch.no_grad()
+    def draw(self, seed: int) -> None:
+        """Give the parameters their initial values, of which this rank keeps its part.
+
+        The numbers come from the device's own generator, whose state is restored. A CPU and a GPU give other values.
+        """
+        missing = dict(self.model.hf.named_parameters())  # a tied head is not among them
+        for name, maker in self._makers.items():
+            here = {key: missing.pop(key) for key in [*missing] if key.startswith(f"{name}.")}
+            if not here:
+                continue
+            with self._on_device(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8])):
+                values = dict(maker().named_parameters(name))
+            for key, parameter in here.items():
+                keep(parameter.detach(), values[key], self.part)
+        for parameter in missing.values():  # the backbone's own, FLA's lower bounds of decay
+            parameter.detach().zero_()
+
+    @contextmanager
+    def _on_device(self, seed: int) -> Iterator[None]:
+        """Within the context, new tensors are on the device, and random numbers are those of the seed."""
+        gpus = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(gpus), torch.device(self._device):
             torch.manual_seed(seed)
-        hf = initialised(arch)
-    cast_parameters(hf, dtype)
-    return LanguageModel(hf.to(device), arch).train()
+            yield
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give each parameter on the meta device memory without values: of a sharded one only this rank's part.
+
+    The parameters lose their marks and hooks.
+    """
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
+def _makers(hf: Any, rank: int | None) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+    """For each part of FLA's model `hf`, by its name: what makes another one, with initial values."""
+    backbone, names = backbone_of(hf), {module: name for name, module in hf.named_modules()}
+    for number, block in enumerate(backbone.layers):
+        yield names[block], partial(_another_block, copy.copy(backbone), type(block), number, rank)
+    for owner in (backbone, hf):
+        for name, module in owner.named_children():
+            if module is not backbone and module is not backbone.layers:
+                yield names[module], partial(_another_part, copy.copy(owner), name, copy.deepcopy(module))
+
+
+def _another_block(owner: Any, kind: type[nn.Module], number: int, rank: int | None) -> nn.Module:
+    block = kind(owner.config, number)
+    if rank is not None:
+        share_projections(block, rank)
+    return _initialised(owner, "block", block)
+
+
+def _another_part(owner: Any, name: str, blank: nn.Module) -> nn.Module:
+    """A part outside of the blocks, first as torch makes it."""
+    part = copy.deepcopy(blank).to_empty(device=torch.get_default_device())
+    for module in part.modules():
+        if reset := getattr(module, "reset_parameters", None):
+            reset()
+    return _initialised(owner, name, part)
+
+
+def _initialised(owner: Any, name: str, part: nn.Module) -> nn.Module:
+    """A part with the values that transformers gives it at the end of FLA's constructor.
+
+    Args:
+        owner: FLA's model whose part it is. It keeps no other part.
+    """
+    owner._modules = {name: part}
+    owner._is_hf_initialized = True  # its own parameters
+    owner.initialize_weights()
+    owner._modules = {}
+    return part
+
+
+def _replace_parameters(hf: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the parameters on the meta device by some on `device` without values. Ties and marks stay."""
+    blanks: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in hf.named_parameters()}
+    for module in hf.modules():
+        for own_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in blanks:
+                kept = kept_dtype(names[id(parameter)], parameter, dtype)
+                blank = torch.empty(parameter.shape, dtype=kept, device=device)
+                blanks[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+                if hasattr(parameter, NO_WEIGHT_DECAY):
+                    setattr(blanks[id(parameter)], NO_WEIGHT_DECAY, True)
+            module._parameters[own_name] = blanks[id(parameter)]
 
 
 def prepare(arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
@@ -64,49 +219,17 @@ def prepare(arch: Architecture, device: torch.device, dtype: torch.dtype) -> Non
         cpu_ops.install()
 
 
-def initialised(arch: Architecture) -> Any:
-    """FLA's model on the CPU in fp32, with the weights that FLA draws from the CPU generator."""
+def fla_model(arch: Architecture) -> Any:
+    """FLA's model on the meta device: its tensors have no memory."""
     if isinstance(arch, FlaArchitecture):
-        with one_thread():
-            return build_hf(arch.fla, arch.settings, "cpu")
-    with without_torchs_own_draws():
+        return build_hf(arch.fla, arch.settings, "meta")
+    with torch.device("meta"):
         hf = fla_classes(arch.model)[0](fla_config(arch))
-    if arch.shared_projection_rank is not None:
-        share_projections(hf, arch.shared_projection_rank)
+        if arch.shared_projection_rank is not None:
+            for block in backbone_of(hf).layers:
+                share_projections(block, arch.shared_projection_rank)
+    hf.tie_weights()
     return hf
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside the block, torch computes on one thread here, and in threads that begin in it.
-
-    RWKV's initial matrices are orthogonal, through a QR decomposition. Its last bits depend on the number of threads,
-    and initial weights must not depend on the number of cores.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def without_torchs_own_draws() -> Iterator[None]:
-    """Inside the block, torch gives new linear layers and embeddings memory but no values.
-
-    FLA draws all of them by its own rule afterwards. Torch's draws would take two thirds of the time to build a model.
-    """
-    with contextlib.ExitStack() as patches:
-        for layer in (nn.Linear, nn.Embedding):
-            patches.enter_context(patch.object(layer, "reset_parameters", lambda self: None))
-        yield
-
-
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast all parameters but A_log and dt_bias in place. Buffers, ties and attributes stay as they are."""
-    for name, parameter in module.named_parameters():
-        parameter.data = parameter.data.to(kept_dtype(name, parameter, dtype))
 
 
 def kept_dtype(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:

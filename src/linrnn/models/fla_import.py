@@ -17,7 +17,6 @@ import torch
 
 from linrnn.config.fla.names import fla_models
 from linrnn.models import tuning
-from linrnn.models.layers.rwkv7 import compute_once
 
 PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them
 
@@ -40,8 +39,6 @@ def import_fla(module: str) -> Any:
 def fla_classes(model: str) -> tuple[Any, Any]:
     """The class of the causal language model with this `model_type` of FLA's, and the class of its configuration."""
     module = import_fla(f"fla.models.{fla_models().get(model, model)}")
-    if model == "rwkv7":
-        compute_once(module.modeling_rwkv7)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of from_pretrained and save_pretrained

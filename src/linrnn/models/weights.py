@@ -21,7 +21,7 @@ from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import install_sdpa
-from linrnn.models.deferred.part import WHOLE, Part, keep
+from linrnn.models.build import WHOLE, Part, keep
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_import import fla_classes

@@ -1,13 +1,12 @@
 """Everything that a run consists of, built from its configuration, and put back to where the run stood."""
 
 import functools
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
 from linrnn.core.errors import first_line, out_of_memory, ran_out_of_memory
-from linrnn.core.machine import cores_of_rank, seconds_since_start
+from linrnn.core.machine import seconds_since_start
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare, vocabulary_size
 from linrnn.distributed import Launch, Ranks
 from linrnn.losses import build_loss
@@ -32,8 +31,6 @@ from linrnn.training.starting import (
     starting_again,
     unlike,
 )
-
-CORES_OF_A_DRAWING_THREAD = 4  # all others compile kernels meanwhile
 
 
 class BuiltRun:
@@ -65,7 +62,6 @@ class BuiltRun:
         self.seconds_to = {"libraries": seconds_since_start()}
         self._has_weights = False
         self._changes_note: str | None = None  # of a run that continues another
-        self._drawing: Future[None] | None = None
         self.ranks = ranks or Ranks()
         self.plan: Plan = make_training_plan(config)
         if self.plan.world_size != self.ranks.world_size:
@@ -124,8 +120,8 @@ class BuiltRun:
 
     def _build(self) -> None:
         config = self.config
-        how: dict[str, Any] = {"device": self.device, "dtype": parameter_dtype(self.precision), "seed": config.seed}
-        self._blank = BlankModel(self.architecture, self.ranks.part, **how)
+        dtype = parameter_dtype(self.precision)
+        self._blank = BlankModel(self.architecture, self.ranks.part, device=self.device, dtype=dtype)
         self.model = self._blank.model
         self._float8_note = None
         if config.trainer.float8 == "blocks":
@@ -210,31 +206,13 @@ class BuiltRun:
                 f"of {self.plan.total_steps} steps; the data {data}"
             )
         self.seconds_to["model"] = seconds_since_start()
-        if self.ranks.part:
-            self.ensure_weights()
-        elif not self._has_weights:
-            self._draw_on_a_thread()
+        self.ensure_weights()
         return starting_again(self.directory)
-
-    def _draw_on_a_thread(self) -> None:
-        """Begin to draw the initial weights, while this thread goes on and has kernels compiled.
-
-        Not where ranks share a model: FSDP may move its parameters when they are first used.
-        """
-        pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._drawing = pool.submit(self._draw)
-        pool.shutdown(wait=False)
 
     def ensure_weights(self) -> None:
         """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
-        if self._has_weights:
-            return
-        if self._drawing:
-            self._drawing.result()
-        else:
-            self._draw()
-        self._has_weights = True
-
-    def _draw(self) -> None:
-        self._blank.draw(max(1, cores_of_rank() // CORES_OF_A_DRAWING_THREAD))
-        self.seconds_to["weights"] = seconds_since_start()
+        if not self._has_weights:
+            self._blank.draw(self.config.seed)
+            self.ranks.copy_first(self.model)
+            self._has_weights = True
+            self.seconds_to["weights"] = seconds_since_start()

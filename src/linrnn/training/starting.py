@@ -31,7 +31,7 @@ from linrnn.models import (
     pretrained_vocab_size,
 )
 from linrnn.models.architecture import Architecture, resolve
-from linrnn.models.deferred import WHOLE, Part
+from linrnn.models.build import WHOLE, Part
 from linrnn.runs.directory import CHECKPOINTS, IDENTITY, SUMMARY, RunDirectory, continuing, differences, in_words
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training import checkpoint

@@ -11,9 +11,8 @@ from rank_process import as_rank
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.models import check_supported
+from linrnn.models import build_model, check_supported
 from linrnn.models.architecture import resolve
-from linrnn.models.build import build_model
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.training.trainer import Trainer
 

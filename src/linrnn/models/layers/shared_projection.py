@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from linrnn.models.fla_any import backbone_of, mixer_modules
+from linrnn.models.fla_any import mixer_modules
 
 FULL = ("q_proj", "k_proj", "v_proj")  # FLA's names
 
@@ -31,20 +31,19 @@ class SharedProjection(nn.Module):
         self.v = nn.Linear(rank, values, bias=False)
 
 
-def share_projections(hf: Any, rank: int) -> None:
-    """Replace the projections of queries, keys and values in every layer of FLA's model `hf`, in place.
+def share_projections(block: nn.Module, rank: int) -> None:
+    """Replace the projections of queries, keys and values in a layer of FLA's model, in place.
 
     FLA's own rule draws the new weights: normal with standard deviation 0.02. Names in the state dict are
     `….attn.qkv.down.weight` and `….attn.qkv.{q,k,v}.weight`.
     """
-    for block in backbone_of(hf).layers:
-        for mixer in mixer_modules(block):
-            full = [cast(nn.Linear, mixer.get_submodule(name)) for name in FULL]
-            for name in FULL:
-                delattr(mixer, name)
-            outputs = [layer.out_features for layer in full]
-            mixer.qkv = SharedProjection(full[0].in_features, rank, *outputs).apply(hf._init_weights)
-            mixer.forward = MethodType(_forward, mixer)  # type: ignore[method-assign]
+    for mixer in mixer_modules(block):
+        full = [cast(nn.Linear, mixer.get_submodule(name)) for name in FULL]
+        for name in FULL:
+            delattr(mixer, name)
+        outputs = [layer.out_features for layer in full]
+        mixer.qkv = SharedProjection(full[0].in_features, rank, *outputs)
+        mixer.forward = MethodType(_forward, mixer)  # type: ignore[method-assign]
 
 
 def _forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
