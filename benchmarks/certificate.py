@@ -21,7 +21,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.common import Column
 from benchmarks.problems import DTYPES, Shape, make_problem, parse_shape, relative_error
 from linrnn.config import cli
 from linrnn.config.compose import add_command
@@ -115,16 +114,16 @@ class Row:
         return max(found, default=float("inf"))
 
     @property
+    def label(self) -> str:
+        return f"{self.shape} {self.dtype} {self.option}"
+
+    @property
     def key(self) -> tuple[str, str, str]:
         return self.shape, self.dtype, self.option
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """The last row of every call, the worst ratio first.
-
-    Raises:
-        DataError: nothing was certified, or the file is damaged.
-    """
+    """The last row of every call, the worst ratio first."""
     return sorted(common.last_rows(directory, Row, lambda row: row.key, FILE), key=lambda row: (-row.worst, row.key))
 
 
@@ -286,14 +285,7 @@ def calls_of(shapes: Sequence[Shape], options: Sequence[str], dtypes: Sequence[s
 
 
 def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
-    """Certify one call after another. A row is written as soon as its call is certified.
-
-    Args:
-        command: the command line, for the record.
-
-    Raises:
-        ConfigError: an unknown shape, option or dtype.
-    """
+    """Certify one call after another. A row is written as soon as its call is certified."""
     for name, known in (("options", CALLS), ("dtypes", DTYPES)):
         if wrong := [one for one in getattr(config, name) if one not in known]:
             raise ConfigError(f"{name}: {', '.join(wrong)} is not known", f"choose from {', '.join(known)}")
@@ -312,18 +304,17 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the page
-COLUMNS: list[Column] = [
-    Column("call", lambda row: f"{row.shape} {row.dtype} {row.option}", "the worst ratio comes first"),
-    Column("worst", lambda row: "-" if row.status != "ok" else f"{row.worst:.3f}", "the largest of the three ratios"),
-    Column("dE", "de_ratio:.3f", "error / that of fp32 logits rounded once to the dtype"),
-    Column("dC", "dc_ratio:.3f", "likewise"),
-    Column("dbias", "dbias_ratio:.3f", "likewise"),
-    Column("loss err", "loss_err:.1e", "relative to fp64"),
-    Column("dE err", "de_err:.1e", f"relative to fp64 (Frobenius norm), on {SAMPLED} rows"),
-    Column("dC err", "dc_err:.1e", "likewise"),
-    Column("same bits", lambda row: {True: "yes", False: "no", None: "-"}[row.same_bits], "in a second call"),
-    Column("remark", lambda row: row.reason or (f"beyond {BOUND}" if row.worst > BOUND else "")),
-]
+COLUMNS: common.Columns = {
+    "call": "label:",
+    "worst": "worst:.3f",
+    "dE": "de_ratio:.3f",
+    "dC": "dc_ratio:.3f",
+    "dbias": "dbias_ratio:.3f",
+    "loss err": "loss_err:.1e",
+    "dE err": "de_err:.1e",
+    "dC err": "dc_err:.1e",
+    "same bits": lambda row: {True: "yes", False: "no", None: "-"}[row.same_bits],
+}
 
 
 def write_report(directory: Path) -> list[Path]:
@@ -331,13 +322,9 @@ def write_report(directory: Path) -> list[Path]:
     rows = read_rows(directory)
     beyond = sum(row.dtype == "bf16" and row.status == "ok" and row.worst > BOUND for row in rows)
     failed, other_bits = sum(row.status == "failed" for row in rows), sum(row.same_bits is False for row in rows)
-    lines = [
-        f"# Certificate of the loss's errors, {directory.name}", "",
-        f"Each row is one call of `linear_cross_entropy`. {len(rows)} calls. {beyond} in bf16 lie beyond {BOUND}, "
-        f"{failed} failed, and {other_bits} gave other bits in a second call. fp32 is certified up to N x D x V = "
-        f"{LARGEST_IN_FP32:.0e}.", "", *common.meanings(COLUMNS), "", *common.table(COLUMNS, rows), "",
-    ]  # fmt: skip
-    return [common.write_page(directory / "certificate.md", lines, directory, [row.run for row in rows])]
+    heading = f"{len(rows)} calls. {beyond} in bf16 lie beyond {BOUND}, {failed} failed, "
+    heading += f"and {other_bits} gave other bits in a second call"
+    return common.write_report(directory, "certificate", "Certificate of the loss's errors", {heading: rows}, COLUMNS)
 
 
 def main(config: BenchConfig) -> None:

@@ -1,8 +1,8 @@
-"""What all benchmarks share: their keys, their files, their tables and one kind of picture.
+"""What all benchmarks share: their keys, their files, one kind of table and one kind of picture.
 
-A benchmark is a script. It owns its configuration and its Row, both dataclasses. Rows are appended to rows.jsonl, and
-the command with its environment to runs.jsonl beside it, one line of JSON each. Page and picture are made from these
-two files, so `measure=false` makes them again.
+A benchmark is a script. It owns its keys, its Row and its columns. Rows are appended to rows.jsonl, and the command
+with its environment to runs.jsonl beside it, one line of JSON each. Page and picture are made from these two files, so
+`measure=false` makes them again.
 """
 
 import datetime
@@ -22,7 +22,7 @@ from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.files import whole_lines, write_text
 from linrnn.core.machine import slug
-from linrnn.core.plot_style import GREY, WIDTH, looks, subplots
+from linrnn.core.plot_style import GREY, WIDTH, Look, in_words, legend_below, looks, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.losses import loss_names
 from linrnn.runs.environment import commit_in_words, describe_environment
@@ -75,6 +75,17 @@ def status_and_reason(error: Exception) -> tuple[str, str]:
         return "unsupported", as_reason(error)
     memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
     return "out_of_memory" if memory else "failed", as_reason(error)
+
+
+def attempt(row: Any, device: torch.device, action: Callable[[], None]) -> bool:
+    """Whether an action succeeded. A failure is a result, and stands in the row."""
+    try:
+        action()
+        return True
+    except Exception as error:
+        row.status, row.reason = status_and_reason(error)
+    free(device)  # the error held the tensors of its frames
+    return False
 
 
 def free(device: torch.device) -> None:
@@ -156,40 +167,20 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- pages
-@dataclass(frozen=True)
-class Column:
-    """A column of a page's tables: its head, a row's cell (`field:format`, or a function), and what it means."""
+Columns = Mapping[str, str | Callable[[Any], object]]  # head -> `field:format` or a function of the row
 
-    head: str
-    cell: str | Callable[[Any], object]
-    meaning: str = ""
 
-    def of(self, row: Any) -> object:
-        """The cell of a row; `-` for a field without a value."""
-        if callable(self.cell):
-            return self.cell(row)
-        name, _, form = self.cell.partition(":")
+def table(columns: Columns, rows: Sequence[Any]) -> list[str]:
+    """The lines of a Markdown table; `-` for a field without a value. The first column holds words."""
+
+    def cell(row: Any, of: str | Callable[[Any], object]) -> object:
+        if callable(of):
+            return of(row)
+        name, _, form = of.partition(":")
         return show(getattr(row, name), form)
 
-
-def table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    """The lines of a Markdown table. The first column holds words."""
-    cells = [[column.of(row) for column in columns] for row in rows]
-    return Table([column.head for column in columns], cells, words=(columns[0].head,)).markdown()
-
-
-def meanings(columns: Sequence[Column]) -> list[str]:
-    """A table of what the columns mean."""
-    told = [(column.head, column.meaning) for column in columns if column.meaning]
-    return Table(("column", "meaning"), told, words=("column", "meaning")).markdown()
-
-
-def section(heading: str, about: str, columns: Sequence[Column], rows: Sequence[Any], *remarks: str) -> list[str]:
-    """A heading, a line about the rows, their table, and below it the losses without figures and further remarks."""
-    lines, ran = [f"## {heading}", "", about, ""], [row for row in rows if row.status == "ok"]
-    lines += [*table(columns, ran), ""] if ran else []
-    below = [f"* `{row.loss}`: {row.status}. {row.reason}" for row in rows if row.status != "ok"] + [*remarks]
-    return [*lines, *below, *([""] if below else [])]
+    cells = [[cell(row, of) for of in columns.values()] for row in rows]
+    return Table([*columns], cells, words=(next(iter(columns)),)).markdown()
 
 
 def interval(low: float | None, high: float | None, form: str = ".3f") -> str:
@@ -197,44 +188,60 @@ def interval(low: float | None, high: float | None, form: str = ".3f") -> str:
     return "-" if low is None or high is None else f"{low:{form}}-{high:{form}}"
 
 
-def time_and_memory(ms: float | None, gib: float | None) -> str:
-    """The note of a point."""
-    return ", ".join([*([f"{ms:,.1f} ms"] if ms else []), *([f"{gib:.1f} GiB"] if gib else [])])
+def write_report(
+    directory: Path,
+    name: str,
+    title: str,
+    sections: Mapping[str, Sequence[Any]],
+    columns: Columns,
+    pictures: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write <name>.md, a table below each heading, and the pictures by their files' names. Returns all paths.
 
-
-def write_page(path: Path, lines: Sequence[str], directory: Path, used: Sequence[str]) -> Path:
-    """Write a page, and below it the commands, commits, devices and versions of the runs that it `used`, by id."""
-    write_text(path, "\n".join([*lines, *runs_section(runs_of(directory, used))]))
-    return path
-
-
-def runs_of(directory: Path, used: Sequence[str]) -> list[dict[str, Any]]:
-    """The runs with these ids in the order of their ids, once each. An id that runs.jsonl lacks is left out."""
+    Rows without figures stand below their table with the reason. The last section holds the commands, commits, devices
+    and versions behind the rows.
+    """
+    drawn = [save(figure, directory / f"{stem}.png") for stem, figure in (pictures or {}).items()]
+    lines = [f"# {title}: {directory.name}", ""]
+    lines += [line for path in drawn for line in (f"![{path.stem}]({path.name})", "")]
+    for heading, rows in sections.items():
+        ran = [row for row in rows if row.status == "ok"]
+        failed = [f"* `{row.label}`: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
+        lines += [f"## {heading}", "", *([*table(columns, ran), ""] if ran else []), *failed, *([""] if failed else [])]
     runs = read_runs(directory)
-    return [runs[run] for run in sorted(set(used)) if run in runs]
+    used = sorted({row.run for rows in sections.values() for row in rows} & runs.keys())
+    page = directory / f"{name}.md"
+    write_text(page, "\n".join([*lines, *runs_section([runs[run] for run in used])]))
+    return [page, *drawn]
 
 
-def runs_section(runs: list[dict[str, Any]]) -> list[str]:
+def runs_section(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The commands, commits, devices and versions behind a page."""
     lines = ["## Runs", ""]
     for number, run in enumerate(runs, start=1):
         environment = run["environment"]
-        gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
+        device = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
+        if driver := environment["gpu_driver"]:
+            device += f", driver {driver}"
         packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
-        lines += [
-            f"{number}. `{run['command']}`: commit {commit_in_words(environment['git'])}, {gpus}, "
-            + (f"driver {environment['gpu_driver']}, " if environment["gpu_driver"] else "")
-            + f"Python {environment['python']}, {packages}",
-        ]
+        what = f"commit {commit_in_words(environment['git'])}, {device}, Python {environment['python']}, {packages}"
+        lines.append(f"{number}. `{run['command']}`: {what}")
     return [*lines, ""]
 
 
-# ------------------------------------------------------------------------------------------------------- pictures
+# -------------------------------------------------------------------------------------------------------- picture
 @dataclass(frozen=True)
 class Point:
-    """A line of a picture: a value with its interval, if it has one, and a note at the right."""
+    """A value on a line of the picture, with its interval if it has one.
 
-    label: str
+    Attributes:
+        line: its line's name. Points of one group with the same name share a line.
+        series: a loss with its options, which gives colour and marker.
+        note: words at the right.
+    """
+
+    line: str
+    series: str
     value: float
     low: float | None = None
     high: float | None = None
@@ -242,29 +249,27 @@ class Point:
 
 
 def forest(groups: Mapping[str, Sequence[Point]], title: str, axis: str, at: float = 1.0) -> Any:
-    """A line for each point, below the heading of its group. A vertical line stands at `at`.
-
-    A point with an interval is filled with its loss's look. A point without one is hollow.
-    """
-    found = looks(point.label.replace(",", "") for points in groups.values() for point in points)
-    height = 1.1 + sum(0.2 + 0.17 * len(wrap(head, 110)) + 0.26 * len(points) for head, points in groups.items())
+    """The lines of each group below its heading, and a vertical line at `at`. A point without an interval is hollow."""
+    points = [point for own in groups.values() for point in own]
+    found = looks(point.series.replace(",", "") for point in points)
+    lines = {heading: list(dict.fromkeys(point.line for point in own)) for heading, own in groups.items()}
+    headings = sum(0.2 + 0.17 * len(wrap(heading, 110)) for heading in groups)
+    height = 1.4 + 0.19 * len(found) + headings + 0.26 * sum(map(len, lines.values()))
     figure, panel = subplots(figsize=(WIDTH, height))
-    across = panel.get_yaxis_transform()
-    places: dict[float, str] = {}
-    y = 0.0
-    for heading, points in groups.items():
+    across, places, y = panel.get_yaxis_transform(), dict[float, str](), 0.0
+    for heading, own in groups.items():
         y -= 1.3
         panel.text(0, y, "\n".join(wrap(heading, 110)), transform=across, va="center", weight="bold", size=9)
-        for point in points:
+        for name in lines[heading]:
             y -= 1
-            look, style = found[point.label.replace(",", "")], {}
-            if point.low is None or point.high is None:
-                style = {"markerfacecolor": "white"}
-            else:
-                panel.plot([point.low, point.high], [y, y], color=look.colour, linewidth=1.5)
-            panel.plot([point.value], [y], **{**look.point, **style})
-            panel.text(1.01, y, point.note, transform=across, va="center", size=8.5)
-            places[y] = point.label
+            places[y] = name
+            for point in (point for point in own if point.line == name):
+                look = found[point.series.replace(",", "")]
+                hollow = {"markerfacecolor": "white"} if point.low is None or point.high is None else {}
+                if not hollow:
+                    panel.plot([point.low, point.high], [y, y], color=look.colour, linewidth=1.5)
+                panel.plot([point.value], [y], **{**look.point, **hollow})
+                panel.text(1.01, y, point.note, transform=across, va="center", size=8.5)
     panel.axvline(at, color=GREY, linewidth=0.8, zorder=1)
     panel.set_yticks(list(places), list(places.values()))
     panel.set_ylim(y - 0.8, -0.4)
@@ -272,5 +277,13 @@ def forest(groups: Mapping[str, Sequence[Point]], title: str, axis: str, at: flo
     panel.margins(x=0.08)
     panel.set_xlabel(axis)
     figure.suptitle(title)
-    figure.tight_layout()
+    if any(point.line != point.series for point in points):
+        legend_below(figure, legend(panel, found))
+    else:
+        figure.tight_layout()
     return figure
+
+
+def legend(panel: Any, found: Mapping[str, Look]) -> dict[str, Any]:
+    """What a legend shows for each look."""
+    return {in_words(label): panel.plot([], [], **look.point)[0] for label, look in found.items()}

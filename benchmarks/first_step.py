@@ -10,32 +10,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.common import Column, Point
 from linrnn.config import CONFIG_DIR, cli, last_of_each, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
 from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
-from linrnn.core.plot_style import save
-from linrnn.core.tables import Table, show
+from linrnn.core.tables import show
 from linrnn.data import prepare
 from linrnn.models.facts import model_in_words
 from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.environment import command_line
-from linrnn.runs.intervals import AT_MOST, LEAST_PAIRS, Estimate, answer, estimate
+from linrnn.runs.intervals import estimate
 from linrnn.runs.provenance import read_processes
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 FIRST_STEP = "step 1 took "  # how the line begins that train.py prints after its first step
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # environment variables: where compiled kernels are kept
+CHOICES = ("stored", "near", "first", "tuned")  # of kernels, see Row
+LIMIT_SECONDS = 30.0  # that a first step was asked to take at most: a line in the picture
 LAST_LINES = 15  # of a run that ends before its first step
 # The stages of a run's start, as environment.json names them, in words.
 STAGES = {
@@ -56,10 +56,7 @@ class BenchConfig(common.Keys):
         [_LINE.format(model) for model in ("gla", "kda", "transformer")],
         "each line holds overrides of train.py: what is trained",
     )
-    repeats: int = option(5, "runs of every line, the lines in turn; from 5 on the interval decides", minimum=1)
-    limit_seconds: float = option(
-        30.0, "s that a first step may take: what a line's interval is held against; > 0", minimum=1e-3, maximum=1e8
-    )
+    repeats: int = option(5, "runs of every line, the lines in turn", minimum=1)
 
 
 add_command("bench_first_step", BenchConfig)
@@ -92,6 +89,8 @@ class Row:
     first: int | None = None  # older rows have none: there was no such mode
     tuned: int | None = None
 
+    status: ClassVar[str] = "ok"  # a run that fails ends the benchmark
+
     def at(self, stage: str) -> float | None:
         """Seconds from the start of the process to the end of a stage; None if the run has no such stage."""
         if stage not in self.seconds_to:
@@ -100,25 +99,13 @@ class Row:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """All rows, in the order in which they were measured.
-
-    Raises:
-        DataError: nothing was measured, or the file is damaged.
-    """
+    """All rows, in the order in which they were measured."""
     return common.last_rows(directory, Row, key=lambda row: (row.run, row.number))
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
 def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
-    """Measure every line `repeats` times. A run's row is written as soon as its first step has ended.
-
-    Args:
-        command: the command line, for the record.
-
-    Raises:
-        ConfigError: a line is no configuration of train.py.
-        LinrnnError: a run ended before the end of its first step.
-    """
+    """Measure every line `repeats` times. A run's row is written as soon as its first step has ended."""
     runs = {line: load_config([*line.split(), f"device={config.device}"]) for line in config.lines}
     for run in runs.values():
         prepare(run.data)
@@ -157,17 +144,13 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: common.Say) 
         [environment] = Path(scratch, "results", "first_step").glob(f"*/{ENVIRONMENT}")
         record = read_processes(environment)[-1]
     choices = record["kernel_choices"] or {}
-    counts: dict[str, Any] = {name: choices.get(name) for name in ("stored", "near", "first", "tuned")}
+    counts: dict[str, Any] = {name: choices.get(name) for name in CHOICES}
     names = run.model.name, run.size.name, run.loss.name
     return Row(line, *names, run_id, number, round(seconds, 2), record["seconds_to"], **counts)
 
 
 def _until_first_step(process: "subprocess.Popen[str]", line: str, say: common.Say) -> float:
-    """The time at which the process prints that its first step has ended.
-
-    Raises:
-        LinrnnError: the process ended before. Its last lines are shown.
-    """
+    """The time at which the process prints that its first step has ended."""
     assert process.stdout is not None
     lines: list[str] = []
     for printed in process.stdout:
@@ -185,50 +168,28 @@ def _until_first_step(process: "subprocess.Popen[str]", line: str, say: common.S
 
 
 # ------------------------------------------------------------------------------------------------------- the page
-def write_report(directory: Path, limit_seconds: float) -> list[Path]:
+def write_report(directory: Path) -> list[Path]:
     """Write first_step.md, and first_step.png; returns the paths of page and PNG.
 
     The runs of a line stand apart for each call of the benchmark: machines differ.
-
-    Raises:
-        DataError: nothing was measured, or a file is damaged.
     """
     rows = read_rows(directory)
-    calls = [run["id"] for run in common.runs_of(directory, [row.run for row in rows])]
-    groups = common.grouped(rows, key=lambda row: (row.run, row.line))
-    page = [
-        f"# Seconds to the end of the first step: {directory.name}", "",
-        "![Seconds to the end of the first step](first_step.png)", "",
-        "Every run is a `train.py` of its own, and finds no compiled kernel. All times count from the start of its "
-        "process, in seconds. The data are prepared before. *call*: the place in the list of runs below. *90 %*: "
-        f"Student's interval of the mean, which decides from n = {LEAST_PAIRS} on.", "",
-    ]  # fmt: skip
-    points: dict[str, list[Point]] = {}
-    cells = []
-    for own in groups:
-        found, call = estimate([row.seconds for row in own], ratios=False), _call(own[0], calls)
-        ends = "-" if found.low is None else f"{found.low:.1f} to {found.high:.1f}"
-        verdict = f"**{_verdict(found, limit_seconds)}**"
-        cells.append((_title(own[0]), call, found.n, f"{found.value:.1f}", ends, verdict, _choices(own)))
-        point = Point(_title(own[0]), found.value, found.low, found.high, f"{found.value:.1f} s, n = {found.n}")
-        points.setdefault(f"call {call}", []).append(point)
-    heads = ("line", "call", "n", "seconds, median", "90 %", f"at most {limit_seconds:g} s", "kernel choices")
-    stages = [Column("line", _title), Column("call", lambda row: _call(row, calls)), Column("run", "number:d")]
-    stages += [Column(words, _end_of(stage)) for stage, words in STAGES.items()]
-    page += [
-        *Table(heads, cells, words=("line", *heads[5:])).markdown(), "",
-        "## Every run", "", "The end of each stage. Weights are drawn while kernels are compiled.", "",
-        *common.table(stages, rows), "",
-        *(f"* {_title(own[0])}: `{own[0].line}`" for own in common.grouped(rows, key=lambda row: row.line)), "",
-    ]  # fmt: skip
-    axis = f"seconds from the command, median; bars: 90 % intervals of the mean; line: {limit_seconds:g} s, as asked"
-    figure = common.forest(points, "The end of the first step, without compiled kernels", axis, limit_seconds)
-    path = common.write_page(directory / "first_step.md", page, directory, calls)
-    return [path, save(figure, directory / "first_step.png")]
-
-
-def _call(row: Row, calls: Sequence[str]) -> str:
-    return str(calls.index(row.run) + 1) if row.run in calls else "-"
+    points: dict[str, list[common.Point]] = {}
+    sections: dict[str, list[Row]] = {}
+    for own in common.grouped(rows, key=lambda row: (row.run, row.line)):
+        found, title = estimate([row.seconds for row in own], ratios=False), _title(own[0])
+        figures = f"{found.value:.1f} s ({common.interval(found.low, found.high, '.1f')}), n = {found.n}"
+        sections[f"{own[0].run}: {title}: {figures}: `{own[0].line}`"] = own
+        points.setdefault(f"call {own[0].run}", []).append(
+            common.Point(title, title, found.value, found.low, found.high, f"{found.value:.1f} s, n = {found.n}")
+        )
+    stages = {words: partial(_end_of, stage) for stage, words in STAGES.items()}
+    kernels = {name: f"{name}:d" for name in CHOICES}
+    columns: common.Columns = {"run": "number:d", **stages, **kernels}
+    axis = f"seconds from the command, median; bars: 90 % intervals of the mean; line: {LIMIT_SECONDS:g} s, as asked"
+    title = "Seconds to the end of the first step, without compiled kernels"
+    picture = {"first_step": common.forest(points, title, axis, LIMIT_SECONDS)}
+    return common.write_report(directory, "first_step", title, sections, columns, picture)
 
 
 def _title(row: Row) -> str:
@@ -240,30 +201,15 @@ def _title(row: Row) -> str:
     return ", ".join([f"{model_in_words((of_fla or [row.model])[0])} {row.size}, {row.loss}", *rest])
 
 
-def _end_of(stage: str) -> Callable[[Row], str]:
-    return lambda row: show(row.at(stage), ".1f")
-
-
-def _verdict(found: Estimate, limit_seconds: float) -> str:
-    if found.low is None or found.high is None or found.n < LEAST_PAIRS:
-        return "undecided"
-    return {True: "met", False: "missed", None: "undecided"}[answer(found.low, found.high, AT_MOST, limit_seconds)]
-
-
-def _choices(rows: Sequence[Row]) -> str:
-    """How many kernels had a stored choice, how many ran untuned; the largest number that a run tuned."""
-    if rows[0].stored is None:
-        return "none"
-    tuned = max(row.tuned or 0 for row in rows)
-    first = f"{rows[0].first} first, " if rows[0].first else ""
-    return f"{rows[0].stored} stored, {rows[0].near} near, {first}{tuned} tuned"
+def _end_of(stage: str, row: Row) -> str:
+    return show(row.at(stage), ".1f")
 
 
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
     directory = common.results_directory(config, "bench_first_step")
-    say("wrote " + ", ".join(str(path) for path in write_report(directory, config.limit_seconds)))
+    say("wrote " + ", ".join(str(path) for path in write_report(directory)))
 
 
 if __name__ == "__main__":

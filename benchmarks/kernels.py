@@ -21,8 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common, timing
-from benchmarks.common import Column
+from benchmarks import common, problems
 from benchmarks.problems import KINDS, make_problem, parse_shape
 from linrnn.config import cli
 from linrnn.config.compose import add_command
@@ -79,11 +78,7 @@ class KernelRow:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[KernelRow]]:
-    """The run in the first line of a profile.jsonl, and its rows.
-
-    Raises:
-        DataError: there is no such file, or it is damaged.
-    """
+    """The run in the first line of a profile.jsonl, and its rows."""
     try:
         run, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return run, [KernelRow(**row) for row in rows]
@@ -92,25 +87,21 @@ def read(path: Path) -> tuple[dict[str, Any], list[KernelRow]]:
 
 
 def profiled(shapes: Sequence[str], losses: Sequence[str], logits: str, device: torch.device) -> Iterator[KernelRow]:
-    """The rows of every shape and loss: the step, the host's two times, then the kernels, the longest first.
-
-    Raises:
-        ConfigError: an unknown shape, loss or option.
-    """
+    """The rows of every shape and loss: the step, the host's two times, then the kernels, the longest first."""
     settings = [(name, common.parse_loss(name)) for name in losses]
     for shape in map(parse_shape, shapes):
         torch._dynamo.reset()  # compiled graphs for this shape alone
         problem = make_problem(shape, logits, torch.bfloat16, device, seed=0)
-        three = timing.three_products(problem)
+        three = problems.three_products(problem)
         for _ in range(WARMUP):
             three()
-        product_ms = median(timing.time_ms(three, device) for _ in range(STEPS)) / 3
+        product_ms = median(problems.time_ms(three, device) for _ in range(STEPS)) / 3
         for name, config in settings:
             loss = build_loss(config, device=device, dtype=torch.bfloat16)
             for _ in range(WARMUP):
-                timing.step(loss, problem)
-            step_ms = median(timing.time_step_ms(loss, problem)[0] for _ in range(STEPS))
-            passes = zip(*(timing.host_ms(loss, problem) for _ in range(STEPS)), strict=True)
+                problems.step(loss, problem)
+            step_ms = median(problems.time_step_ms(loss, problem)[0] for _ in range(STEPS))
+            passes = zip(*(problems.host_ms(loss, problem) for _ in range(STEPS)), strict=True)
             for kernel, ms in zip((STEP, *HOST), (step_ms, *map(median, passes)), strict=True):
                 yield KernelRow(shape.name, logits, name, kernel, 1, ms, ms / product_ms)
             for kernel, launches, ms in _kernels(loss, problem, device):
@@ -123,7 +114,7 @@ def _kernels(loss: Any, problem: Any, device: torch.device) -> list[tuple[str, f
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as seen:
         for _ in range(STEPS):
-            timing.step(loss, problem)
+            problems.step(loss, problem)
         synchronize(device)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     found = [
@@ -142,26 +133,21 @@ def write(directory: Path, rows: Sequence[KernelRow], run: dict[str, Any]) -> li
     return [directory / FILE, directory / "profile.md"]
 
 
-COLUMNS: list[Column] = [
-    Column("kernel", lambda row: f"`{row.kernel[:LONGEST_NAME]}`"),
-    Column("launches", "launches:g"),
-    Column("ms", "ms:.3f"),
-    Column("products", "products:.3f"),
-]
+COLUMNS: common.Columns = {
+    "kernel": lambda row: f"`{row.kernel[:LONGEST_NAME]}`",
+    "launches": "launches:g",
+    "ms": "ms:.3f",
+    "products": "products:.3f",
+}
 
 
 def page(rows: Sequence[KernelRow], device: str) -> list[str]:
     """A table for each shape and loss, without kernels below a thousandth of a product."""
-    lines = [f"# Where the loss layer's time goes, {device}", "", *(__doc__ or "").strip().splitlines()[2:], ""]
+    lines = [f"# Where the loss layer's time goes, {device}", ""]
     for own in common.grouped(rows, key=lambda row: (row.shape, row.logits, row.loss)):
-        (step, forward, backward), kernels = own[:3], own[3:]
-        busy = sum(row.products for row in kernels)
-        lines += [
-            f"**{step.shape}, {step.logits}, {step.loss}**: a step takes {step.ms:.2f} ms, {step.products:.2f} "
-            f"products; its kernels {busy:.2f}. The host takes {forward.ms:.2f} ms for the forward and "
-            f"{backward.ms:.2f} ms for the backward pass.", "",
-            *common.table(COLUMNS, [row for row in kernels if row.products >= 0.001]), "",
-        ]  # fmt: skip
+        busy, shown = sum(row.products for row in own[3:]), [row for row in own if row.products >= 0.001]
+        heading = f"## {own[0].shape}, {own[0].logits}, {own[0].loss}: the kernels take {busy:.2f} products"
+        lines += [heading, "", *common.table(COLUMNS, shown), ""]
     return lines
 
 

@@ -1,43 +1,57 @@
 """Measure time, memory and errors of the loss layer alone: `python benchmarks/loss.py shapes=[mve]`.
 
 A set (loss_sets.yaml) names shapes, backends and kinds of logits. Each shape with each kind of logits is a problem, and
-benchmarks/loss_rounds.py measures all backends on it in one process. Rows go to rows.json.
+one process measures all backends on it. A GPU's clock drifts by 10-15 % from day to day, so a time alone means little.
+Every round runs every entry, one product and the floor (three products) once, in shuffled order, on the same tensors.
+In each round an entry's time is divided by that of torch.compile, of the product and of the floor. The entry's figure
+is the median of these ratios, with a bootstrap interval. torch.compile runs twice under two names: a ratio inside the
+interval of the second entry is noise. Errors and memory are measured in passes of their own. Rows go to rows.json
+after each backend's errors and again between rounds, so a crash loses little.
 """
 
+import math
+import random
 import sys
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common
-from benchmarks.loss_page import table_of, write_report
-from benchmarks.loss_rounds import Bench, Setting
-from benchmarks.loss_rows import AGAIN, BASELINE, Row, read_rows, rows_for, rows_path, winners
-from benchmarks.problems import KINDS, TRAINED, TrainedTensors, bytes_of_truth, parse_shape, read_trained
+from benchmarks import common, problems
+from benchmarks.loss_pictures import error_plot, filter_eps, kind_in_words, shape_in_words
+from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
+from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
 from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, ReadingConfig, option
-from linrnn.core.errors import ConfigError
+from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
+from linrnn.core.tables import show
 from linrnn.costs import loss_memory
-from linrnn.losses import LossBackend
-from linrnn.runs.environment import command_line
+from linrnn.losses import LossBackend, build_loss
+from linrnn.runs.environment import command_line, gpu_state
+from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
-from linrnn.training.runtime import resolve_device
+from linrnn.training.runtime import resolve_device, synchronize
 
-__all__ = ["Row", "main", "read_rows", "report_set", "rows_for", "run_benchmark", "winners"]
-
+SEED = 0  # of weights, data, order and bootstrap
+_ROTATING_PROBLEMS = 4  # sets of inputs, used where one set would stay in the L2 cache
+_SAVE_EVERY = 10  # rounds
 # What a set leaves out.
 _EVERY_SET = {"logits": ["flat", "peaked"], "gradients": ["same"], "batches": 1}
-_FILE = Path(__file__).with_name("loss_sets.yaml")
 SETS: dict[str, dict[str, Any]] = {
-    name: _EVERY_SET | content for name, content in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items()
+    name: _EVERY_SET | content
+    for name, content in yaml.safe_load(Path(__file__).with_name("loss_sets.yaml").read_text(encoding="utf-8")).items()
 }
 
 
@@ -79,7 +93,6 @@ class BenchConfig(common.Keys, ReadingConfig):
     rounds: int = option(30, "timed calls of every backend, in shuffled order", minimum=2)
     warmup: int = option(2, "calls before the timed ones, for compiling and tuning kernels", minimum=1)
     resume: bool = option(False, "true: skip problems that the same commit, versions and GPU have measured")
-    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_loss", BenchConfig)
@@ -90,9 +103,6 @@ def completed(config: BenchConfig) -> BenchConfig:
     """The configuration with the set's entries where the command line gave none.
 
     With a checkpoint the shape is the model's, so the list of shapes is empty.
-
-    Raises:
-        ConfigError: a kind of logits or dtype of gradients is unknown, or does not go with a checkpoint.
     """
     own = SETS[config.set]
     if config.checkpoint is not None:
@@ -114,39 +124,47 @@ def completed(config: BenchConfig) -> BenchConfig:
     return found
 
 
-def settings_of(config: Any, trained: TrainedTensors | None) -> list[Setting]:
-    """Every shape (or the trained model's) with every dtype of gradients, once each."""
-    shapes = [parse_shape(shape) for shape in config.shapes] if trained is None else [trained.shape]
-    dtypes = {"same": config.dtype, "fp32": "fp32"}
-    settings = (Setting(shape, config.dtype, dtypes[name], trained) for shape in shapes for name in config.gradients)
-    return list(dict.fromkeys(settings))
+@dataclass(frozen=True)
+class Setting:
+    """All problems that share shape and dtypes, and therefore the compiled graphs."""
 
+    shape: Shape
+    dtype: str
+    gradients: str
+    trained: TrainedTensors | None = None  # where logits are a trained model's
 
-def losses_of(config: Any) -> dict[str, LossConfig]:
-    """Every loss by its text. The baseline comes first and twice."""
-    texts = [BASELINE, f"{BASELINE} {AGAIN}", *config.backends]
-    return {text: common.parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}
+    def problem(self, kind: str, device: torch.device, seed: int, batch: int = 0) -> Problem:
+        how = DTYPES[self.dtype], device, seed, DTYPES[self.gradients], batch
+        return problems.make_problem(self.shape, kind, *how) if self.trained is None else self.trained.problem(*how)
+
+    def row(self, kind: str, text: str, run: str = "", loss: LossConfig | None = None, of_set: str = "") -> Row:
+        """An empty row. `text`: the backend as in the configuration."""
+        shape, backend = self.shape, " ".join(word for word in text.split() if not word.startswith("workspace_mib="))
+        return Row(
+            shape.name, shape.n, shape.d, shape.v, self.dtype, self.gradients, kind, backend,
+            getattr(loss, "workspace_mib", None),
+            trained="" if self.trained is None else self.trained.origin, run=run, set=of_set,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
 def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
-    """Measure every backend on every problem, and return the rows. They go to `results_directory`.
-
-    Args:
-        command: the command line, for the record.
-
-    Raises:
-        ConfigError: an unknown shape, kind of logits, backend or option, or a checkpoint that does not fit.
-        UnsupportedError: the checkpoint's model cannot run here, or a shape does not fit on this CPU.
-        DataError: the checkpoint or its data is damaged.
-    """
+    """Measure every backend on every problem, and return the rows. They go to `results_directory`."""
     config, device = completed(config), resolve_device(config.device)
-    directory, losses = common.results_directory(config, "bench_loss"), losses_of(config)
-    trained = None
+    assert config.shapes is not None
+    assert config.backends is not None
+    assert config.logits is not None
+    assert config.gradients is not None
+    assert config.batches is not None
+    directory = common.results_directory(config, "bench_loss")
+    texts = [BASELINE, f"{BASELINE} {AGAIN}", *config.backends]
+    losses = {text: common.parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}
+    shapes, trained = [problems.parse_shape(shape) for shape in config.shapes], None
     if config.checkpoint is not None:
-        assert config.batches is not None
-        trained = read_trained(config.checkpoint, config.data, config.device, config.tokens, config.batches)
-    settings = settings_of(config, trained)
+        trained = problems.read_trained(config.checkpoint, config.data, config.device, config.tokens, config.batches)
+        shapes = [trained.shape]
+    dtypes = [{"same": config.dtype, "fp32": "fp32"}[name] for name in config.gradients]
+    settings = list(dict.fromkeys(Setting(shape, config.dtype, own, trained) for shape in shapes for own in dtypes))
     if device.type == "cpu":
         for setting in settings:
             _check_memory(setting, list(losses.values()))
@@ -154,21 +172,24 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
     measured: list[Row] = []
     for number, setting in enumerate(settings, start=1):
         torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        common.free(device)
         built: dict[str, LossBackend] = {}
-        for kind in config.logits or []:
-            shape = setting.shape
-            title = f"[{number}/{len(settings)}] {shape.name} ({shape.n} x {shape.d} x {shape.v}), {kind}, "
-            title += f"{setting.dtype}, gradients {setting.gradients}, {device.type}"
+        for kind in config.logits:
+            title = f"[{number}/{len(settings)}] {shape_in_words(setting.row(kind, ''))}, {kind}, {setting.dtype}, "
+            title += f"gradients {setting.gradients}, {device.type}"
             if config.resume and _is_measured(setting, kind, losses, directory, run):
                 say(f"{title}: measured already by this commit and these versions")
                 continue
-            say(title if trained is None else f"{title}: {trained.origin}")
+            say(title)
             bench = Bench(config, setting, kind, losses, built, device, directory, run["id"], say)
             measured += bench.measure()
-            say(table_of(bench.rows))
+            ran = [row for row in bench.rows if row.status == "ok"]
+            say("\n".join([*common.table({name: COLUMNS[name] for name in _SHOWN}, ran), *_refused(bench.rows)]))
     return measured
+
+
+def _refused(rows: list[Row]) -> list[str]:
+    return [f"{row.label}: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
 
 
 def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
@@ -176,15 +197,11 @@ def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
 
     Beside them stand the fp64 truth, the floor's N x V, or what a loss holds, as far as formulas know it: whichever is
     the most.
-
-    Raises:
-        UnsupportedError: the figures, and smaller shapes.
     """
-    shape, compute = setting.shape, 4 if setting.dtype == "fp32" else 2
-    elements = (shape.n + shape.v) * shape.d
+    shape, compute = setting.shape, DTYPES[setting.dtype].itemsize
     held = [memory for loss in losses if (memory := loss_memory(loss, shape.n, shape.d, shape.v, compute))]
-    beside = max([bytes_of_truth(shape), shape.n * shape.v * compute, *(max(memory) for memory in held)])
-    needed = 2 * elements * (4 if setting.gradients == "fp32" else compute) + beside
+    beside = max([problems.bytes_of_truth(shape), shape.n * shape.v * compute, *(max(memory) for memory in held)])
+    needed = 2 * (shape.n + shape.v) * shape.d * DTYPES[setting.gradients].itemsize + beside
     what = f"shape {shape.name} ({shape.n} x {shape.d} x {shape.v}) needs {needed / GIB:.1f} GiB or more"
     check_memory(needed, what, "smaller shapes, as in shapes=[1024x256x8192]")
 
@@ -195,35 +212,361 @@ def _is_measured(
     """Whether every entry has a finished row that the same code, versions and GPU made."""
     runs = common.read_runs(directory)
     rows = rows_for(run["config"]["set"], read_rows(rows_path(directory)))
-    for text, loss in losses.items():
-        row = rows.get(setting.row(kind, text, loss=loss).key)
-        if row is None or row.status == "started" or row.run not in runs:
-            return False
-        if runs[row.run]["environment"] != run["environment"] or (run["environment"]["git"] or {}).get("dirty"):
-            return False
-    return True
+    found = [rows.get(setting.row(kind, text, loss=loss).key) for text, loss in losses.items()]
+    done = [runs[row.run] for row in found if row is not None and row.status != "started" and row.run in runs]
+    same = all(one["environment"] == run["environment"] for one in done)
+    return len(done) == len(losses) and same and not (run["environment"]["git"] or {}).get("dirty")
+
+
+@dataclass
+class Entry:
+    """A backend, and its times in ms, one a round."""
+
+    row: Row
+    loss: LossBackend
+    forward_ms: list[float] = field(default_factory=list)
+    forward_backward_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+    graph_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Bench:
+    """All backends on one problem: errors (which warms up) and memory of each, then the timed rounds."""
+
+    config: BenchConfig
+    setting: Setting
+    kind: str
+    losses: dict[str, LossConfig]
+    built: dict[str, LossBackend]  # what the other problems of this setting have built
+    device: torch.device
+    directory: Path
+    run: str
+    say: common.Say
+    rows: list[Row] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    def measure(self) -> list[Row]:
+        problem = self._problem()
+        truth = problems.truth_of(problem)
+        summed_VD = self._sum_over_batches(lambda part: problems.truth_of(part).weight_VD)
+        bar = self._row(BAR)  # it has errors only, because its time means nothing
+        _compare(bar, problems.fp32_logits_of(problem), truth)
+        bar.de_err_ratio = bar.dc_err_ratio = 1.0
+        self._record_sum(bar, lambda part: problems.fp32_logits_of(part).weight_VD, summed_VD)
+        bar.status = "ok"
+        floor = self._row(FLOOR)
+        for text, loss_config in self.losses.items():
+            row, begin = self._row(text, loss_config), time.perf_counter()
+            try:
+                new = text not in self.built
+                if new:
+                    self.built[text] = build_loss(loss_config, device=self.device, dtype=problem.compute_dtype)
+                loss = self.built[text]
+                _record_errors(row, loss, problem, truth, bar, self.config.warmup)
+                row.first_call_s = row.first_call_s if new else None
+                self._record_sum(row, partial(_weight_gradient, loss), summed_VD)
+                _record_memory(row, loss, problem)
+            except Exception as error:  # a backend's failure is a result
+                row.status, row.reason = common.status_and_reason(error)
+            else:
+                self.entries.append(Entry(row, loss))
+                if remark := loss.remark(row.n, row.d, row.v, problem.compute_dtype):
+                    self.say(f"  {remark}")
+            problem.clear_gradients()
+            done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
+            self.say(f"  {row.label}: {done}")
+            self._save()
+        del truth, summed_VD
+        seeds = range(1, _ROTATING_PROBLEMS) if problems.fits_cache(problem) else []
+        self._run_rounds([problem, *(self._problem(seed=seed) for seed in seeds)], floor)
+        for row in (floor, *(entry.row for entry in self.entries)):
+            row.status = "ok" if row.rounds else row.status
+        self._save()
+        return self.rows
+
+    def _problem(self, batch: int = 0, seed: int = SEED) -> Problem:
+        return self.setting.problem(self.kind, self.device, seed, batch)
+
+    def _row(self, text: str, loss: LossConfig | None = None) -> Row:
+        self.rows.append(self.setting.row(self.kind, text, self.run, loss, self.config.set))
+        return self.rows[-1]
+
+    def _save(self) -> None:
+        merge_rows(rows_path(self.directory), self.rows)
+
+    def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
+        """Gradients of the weight, added up over the batches; None for a single batch."""
+        assert self.config.batches is not None
+        if self.config.batches == 1:
+            return None
+        total = None
+        for batch in range(self.config.batches):
+            found = gradient(self._problem(batch))
+            wide = found if found.dtype == torch.float64 else found.float()
+            total = wide if total is None else total.add_(wide)
+        return total
+
+    def _record_sum(
+        self, row: Row, gradient: Callable[[Problem], torch.Tensor], summed_VD: torch.Tensor | None
+    ) -> None:
+        """The error of dC summed over batches. Noise averages out there, and a bias does not."""
+        found = None if summed_VD is None else self._sum_over_batches(gradient)
+        if found is not None and summed_VD is not None:
+            row.batches, row.dc_sum_err = self.config.batches or 1, problems.relative_error(found, summed_VD)
+
+    def _run_rounds(self, turns: list[Problem], floor: Row) -> None:
+        """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor.
+
+        Python's garbage is collected between them.
+        """
+        shuffle = random.Random(SEED).shuffle
+        product, three_products = [problems.one_product(problem) for problem in turns], []
+        try:
+            three_products = [problems.three_products(problem) for problem in turns]
+        except torch.OutOfMemoryError as error:  # N x V does not fit
+            floor.status, floor.reason = common.status_and_reason(error)
+        graphs = {id(entry): self._graphs(entry, turns) for entry in self.entries}
+        one_ms: list[float] = []
+        three_ms: list[float] = []
+        clocks: list[dict[str, Any]] = []
+        begin = time.perf_counter()
+        with collected_at_known_points():
+            for index in range(self.config.rounds):
+                turn = index % len(turns)
+                problem = turns[turn]
+                jobs: list[tuple[Entry | None, Callable[[], None]]] = [(None, self._job(one_ms, product[turn]))]
+                if three_products:
+                    jobs.append((None, self._job(three_ms, three_products[turn])))
+                for entry in self.entries:
+                    jobs.append((entry, self._job(entry.forward_ms, partial(problems.evaluate, entry.loss, problem))))
+                    jobs.append((entry, partial(_time_step, entry, problem)))
+                    if graphs[id(entry)]:
+                        jobs.append((entry, self._job(entry.graph_ms, graphs[id(entry)][turn].replay)))
+                shuffle(jobs)
+                for owner, job in jobs:
+                    self._try(owner, job)
+                    problem.clear_gradients()
+                    collect_after(1)
+                if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
+                    if reading := gpu_state(self.device):
+                        clocks.append(reading)
+                    self._record(floor, np.array(one_ms), np.array(three_ms), clocks)
+                    left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
+                    self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+
+    def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
+        return lambda: times.append(problems.time_ms(action, self.device))
+
+    def _try(self, owner: Entry | None, job: Callable[[], None]) -> None:
+        """Run a job. If it fails, its entry takes part in no later job, and its row says why."""
+        if owner is None:
+            job()
+        elif any(entry is owner for entry in self.entries):
+            try:
+                job()
+            except Exception as error:
+                owner.row.status, owner.row.reason = common.status_and_reason(error)
+                self.entries = [entry for entry in self.entries if entry is not owner]
+                self.say(f"  {owner.row.label}: {owner.row.reason}")
+
+    def _record(self, floor: Row, one_ms: np.ndarray, three_ms: np.ndarray, clocks: list[dict[str, Any]]) -> None:
+        """Write the rounds so far into all rows, and the rows to their file."""
+        baseline, eager = (
+            next((entry for entry in self.entries if entry.row.backend == name), None) for name in (BASELINE, EAGER)
+        )
+        if len(three_ms):
+            record_total(floor, three_ms, baseline, one_ms, three_ms)
+        for entry in self.entries:
+            record_times(entry, baseline, eager, one_ms, three_ms)
+        for row in ([floor] if len(three_ms) else []) + [entry.row for entry in self.entries]:
+            for key in ("sm_mhz", "watts"):
+                if known := [reading[key] for reading in clocks if reading[key] is not None]:
+                    setattr(row, key, float(np.median(known)))
+        self._save()
+
+    def _graphs(self, entry: Entry, turns: list[Problem]) -> list[torch.cuda.CUDAGraph]:
+        """The step of each set of inputs as a CUDA graph; empty for large inputs and backends without capture."""
+        if len(turns) == 1 or not entry.loss.capturable:
+            return []
+        try:
+            return [problems.capture(entry.loss, problem) for problem in turns]
+        except RuntimeError as error:
+            entry.row.reason = f"no CUDA graph: {first_line(error)}"
+            return []
+
+
+def _time_step(entry: Entry, problem: Problem) -> None:
+    whole_ms, backward_ms = problems.time_step_ms(entry.loss, problem)
+    entry.forward_backward_ms.append(whole_ms)
+    entry.backward_ms.append(backward_ms)
+
+
+# ------------------------------------------------------------------------------------------------- filling a row
+def _compare(row: Row, got: Solution, truth: Solution) -> None:
+    row.loss_nats = got.loss
+    row.loss_err = abs(got.loss - truth.loss) / truth.loss
+    row.de_err = problems.relative_error(got.hidden_ND, truth.hidden_ND)
+    row.dc_err = problems.relative_error(got.weight_VD, truth.weight_VD)
+
+
+def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
+    problems.step(loss, problem)
+    return problem.gradients()[1]
+
+
+def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
+    """Warm up, compare a call with the truth, then a second call with the first. Kernels compile in the warm-up."""
+    begin = time.perf_counter()
+    for call in range(warmup):
+        problems.step(loss, problem)
+        problems.evaluate(loss, problem)
+        synchronize(problem.device)
+        row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
+    first = Solution(problems.step(loss, problem).item(), *problem.gradients())
+    _compare(row, first, truth)
+    assert row.loss_err is not None
+    assert row.de_err is not None
+    assert row.dc_err is not None
+    if not math.isfinite(row.loss_err + row.de_err + row.dc_err):
+        row.loss_nats = row.loss_err = row.de_err = row.dc_err = None
+        raise FloatingPointError("loss or gradients are not finite")
+    if bar.de_err and bar.dc_err:  # 0 where nothing is rounded, in fp32 on tiny problems
+        row.de_err_ratio, row.dc_err_ratio = row.de_err / bar.de_err, row.dc_err / bar.dc_err
+    second = Solution(problems.step(loss, problem).item(), *problem.gradients())
+    row.deterministic = (
+        first.loss == second.loss
+        and torch.equal(first.hidden_ND, second.hidden_ND)
+        and torch.equal(first.weight_VD, second.weight_VD)
+    )
+
+
+def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
+    problem.clear_gradients()
+    whole = problems.peak_bytes(lambda: problems.step(loss, problem), problem.device)
+    problem.clear_gradients()
+    alone = problems.peak_bytes(lambda: problems.evaluate(loss, problem), problem.device)
+    if whole is not None and alone is not None:
+        row.extra_mib, row.forward_extra_mib = (whole - problem.gradient_bytes) / 2**20, alone / 2**20
+
+
+def record_times(
+    entry: Entry, baseline: Entry | None, eager: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray
+) -> None:
+    """Medians and ratios of the rounds so far, and the rounds' times. Ratios are taken round by round."""
+
+    def ratio(times: list[float], unit: Any) -> float:
+        return float(np.median(np.array(times) / np.array(unit)))
+
+    row = entry.row
+    row.forward_rounds_ms = list(entry.forward_ms)
+    record_total(row, np.array(entry.forward_backward_ms), baseline, one_ms, three_ms)
+    row.forward_ms, row.backward_ms = float(np.median(entry.forward_ms)), float(np.median(entry.backward_ms))
+    row.forward_ratio_to_product = ratio(entry.forward_ms, one_ms)
+    if eager is not None:
+        row.backward_ratio_to_eager = ratio(entry.backward_ms, eager.backward_ms)
+    if entry.graph_ms:
+        row.graph_ms = float(np.median(entry.graph_ms))
+        if baseline is not None and baseline.graph_ms:
+            row.graph_ratio_to_compiled = ratio(entry.graph_ms, baseline.graph_ms)
+
+
+def record_total(
+    row: Row, total_ms: np.ndarray, baseline: Entry | None, one_ms: np.ndarray, three_ms: np.ndarray
+) -> None:
+    """The time of forward and backward pass, and its ratios with intervals. `three_ms` is empty without a floor."""
+    row.rounds, row.rounds_ms = len(total_ms), total_ms.tolist()
+    quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
+    row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
+    units = {"product": one_ms, "three_products": three_ms}
+    if baseline is not None:
+        units["compiled"] = np.array(baseline.forward_backward_ms)
+    for name, unit_ms in units.items():
+        if len(unit_ms):
+            ratios = total_ms / unit_ms
+            found = float(np.median(ratios)), *interval_of_median(ratios, SEED)
+            for end, value in zip(("", "_low", "_high"), found, strict=True):
+                setattr(row, f"ratio_to_{name}{end}", value)
 
 
 # ------------------------------------------------------------------------------------------------------ the page
+def _ratio(name: str) -> Callable[[Row], str]:
+    """A ratio with its interval, if it has one."""
+
+    def cell(row: Row) -> str:
+        value, low, high = (getattr(row, f"ratio_to_{name}{end}") for end in ("", "_low", "_high"))
+        return show(value, ".3f") + ("" if low is None else f" ({common.interval(low, high)})")
+
+    return cell
+
+
+COLUMNS: common.Columns = {
+    "backend": lambda row: row.label,
+    "n": lambda row: row.rounds or "-",
+    "ms": "forward_backward_ms:.2f",
+    "/ compiled (95 %)": _ratio("compiled"),
+    "/ product (95 %)": _ratio("product"),
+    "/ 3 products (95 %)": _ratio("three_products"),
+    "graph ms": "graph_ms:.2f",
+    "forward ms": "forward_ms:.2f",
+    "backward ms": "backward_ms:.2f",
+    "extra MiB": "extra_mib:,.0f",
+    "forward MiB": "forward_extra_mib:,.1f",
+    "loss err": "loss_err:.1e",
+    "dE err": "de_err:.2e",
+    "dE err / bar's": "de_err_ratio:.2f",
+    "dC err": "dc_err:.2e",
+    "dC err / bar's": "dc_err_ratio:.2f",
+    "dC err, sum": "dc_sum_err:.2e",
+    "same bits": lambda row: {True: "yes", False: "no", None: "-"}[row.deterministic],
+    "first call s": "first_call_s:.1f",
+}
+_SHOWN = ("backend", "n", "ms", "/ compiled (95 %)", "/ 3 products (95 %)", "extra MiB", "dE err", "dC err")
+
+
 def report_set(config: BenchConfig) -> list[Path]:
     """Write page and picture from all rows of the set in this device's directory; returns their paths.
 
     Shapes outside the set get a page of their own, `custom`. Trained models get `<set>_trained`.
-
-    Raises:
-        DataError: nothing of the set was measured, or a file is damaged.
     """
     name, shapes, directory = config.set, SETS[config.set]["shapes"], common.results_directory(config, "bench_loss")
+    rows = [row for row in read_rows(rows_path(directory)) if row.set == config.set]
     if config.checkpoint is not None:
-        name, shapes = f"{name}_trained", None
-    elif not set(config.shapes or []) <= set(shapes):
-        name, shapes = "custom", config.shapes
-    measured = [row for row in read_rows(rows_path(directory)) if row.set == config.set]
-    if shapes is None:
-        rows = [row for row in measured if row.trained]
+        name, rows = f"{name}_trained", [row for row in rows if row.trained]
     else:
-        rows = sorted((row for row in measured if row.shape in shapes), key=lambda row: shapes.index(row.shape))
+        if not set(config.shapes or []) <= set(shapes):
+            name, shapes = "custom", config.shapes
+        rows = sorted((row for row in rows if row.shape in shapes), key=lambda row: shapes.index(row.shape))
     return write_report(rows, directory, name)
+
+
+def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
+    """Write <name>.md and <name>.png, time by shape, from rows of one device; returns their paths.
+
+    Where rows differ in `filter_eps`, <name>_error.png shows errors against time.
+    """
+    if not rows:
+        raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
+    title, pictures = "The loss layer alone", dict[str, Any]()
+    sections: dict[str, list[Row]] = {}
+    points: dict[str, list[common.Point]] = {}
+    for own in common.grouped(rows, key=lambda row: row.problem):
+        origin = f" ({own[0].trained})" if own[0].trained else ""
+        sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, products in {own[0].dtype}"] = own
+        points.setdefault(kind_in_words(own[0]), []).extend(
+            common.Point(
+                shape_in_words(row), row.label, row.ratio_to_compiled,
+                row.ratio_to_compiled_low, row.ratio_to_compiled_high,
+            )
+            for row in own
+            if row.ratio_to_compiled is not None and row.backend not in (BASELINE, f"{BASELINE} {AGAIN}")
+        )  # fmt: skip
+    if any(points.values()):
+        axis = "time / torch.compile's in the same round (better: left); bars: 95 % intervals"
+        pictures[name] = common.forest(points, f"{title}: forward and backward pass", axis)
+    if len({filter_eps(row) for row in rows} - {None}) > 1:
+        pictures[f"{name}_error"] = error_plot(rows)
+    return common.write_report(directory, name, f"{title}, {name}", sections, COLUMNS, pictures)
 
 
 def main(config: BenchConfig) -> None:

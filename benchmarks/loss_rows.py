@@ -1,4 +1,4 @@
-"""Rows of benchmarks/loss.py: rows.json, a JSON list, and runs.jsonl with the commands behind the rows.
+"""Rows of benchmarks/loss.py: rows.json, a JSON list, and runs.jsonl with the commands behind the rows. No torch.
 
 A directory holds the rows of one device. A run replaces the rows that it measures again for the same set. All other
 rows stay, so runs of few backends or shapes add up. Ratios are taken within a run. Times of different runs cannot be
@@ -17,7 +17,7 @@ from linrnn.core.files import read_json, write_text
 BASELINE, EAGER = "compiled", "standard"
 AGAIN = "(again)"  # marks the second entry of the baseline. Its ratio to the first entry is the noise
 BAR = "fp32_logits"  # names the row of benchmarks.problems.fp32_logits_of
-FLOOR = "three_products_cublas"  # names the row of benchmarks.timing.three_products: time alone
+FLOOR = "three_products_cublas"  # names the row of benchmarks.problems.three_products: time alone
 # Gradients with errors up to this count as exact, by the products' dtype. In bf16, rounding gives eager torch half of
 # this error. Dropping entries below 2^-12 gives twice as much.
 EXACT = {"bf16": 1e-2, "fp32": 1e-4}
@@ -111,11 +111,7 @@ def rows_path(directory: Path) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; empty if the file does not exist.
-
-    Raises:
-        DataError: the file is damaged, or another version wrote it.
-    """
+    """The rows of a file; empty if the file does not exist."""
     if not path.exists():
         return []
     try:

@@ -10,20 +10,22 @@ the optimizer, when all losses have the same weights. Weights are random; nothin
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import cce_kernels
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cce_kernels.doctor.presets import apply_liger, build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common, timing
-from benchmarks.common import Column, Point
+from benchmarks import common, problems
 from benchmarks.problems import DTYPES
 from linrnn.config import cli
 from linrnn.config.compose import add_command
@@ -32,7 +34,6 @@ from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
-from linrnn.core.plot_style import save
 from linrnn.losses import check_loss
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, filters
 from linrnn.losses.liger import LigerLossConfig
@@ -44,6 +45,7 @@ from linrnn.training.runtime import resolve_device
 
 OWN = "standard"  # the model's own loss: transformers' ForCausalLMLoss on logits
 LEARNING_RATE = 1e-5
+SEED = 0  # of weights, data, order and bootstrap
 _BLOCK_ROWS = 1024  # rows of fp64 logits at a time
 
 
@@ -65,7 +67,6 @@ class BenchConfig(common.Keys):
     checkpointing: bool = option(True, "gradient checkpointing of every layer")
     rounds: int = option(10, "timed steps of every loss, in shuffled order", minimum=2)
     warmup: int = option(2, "steps of every loss before the timed ones, which compile and tune kernels", minimum=1)
-    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_models", BenchConfig)
@@ -105,6 +106,10 @@ class Row:
     rounds_ms: list[float] = field(default_factory=list)  # the step of every round; not in rows before 24 November 2026
 
     @property
+    def label(self) -> str:
+        return self.loss
+
+    @property
     def problem(self) -> tuple[str, int, int, str, bool]:
         return self.model, self.batch, self.seq, self.dtype, self.checkpointing
 
@@ -114,21 +119,13 @@ class Row:
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """The last row of every model and loss, in the order of their first rows.
-
-    Raises:
-        DataError: nothing was measured, or the file is damaged.
-    """
+    """The last row of every model and loss, in the order of their first rows."""
     return common.last_rows(directory, Row, key=lambda row: (row.problem, row.loss))
 
 
 # ------------------------------------------------------------------------------------------------ models and losses
 def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
-    """Name, values of the configuration, sequences and tokens of a sequence of `NAME batch=… seq=… [KEY=VALUE …]`.
-
-    Raises:
-        ConfigError: batch or seq is missing or no positive integer, or a word is no KEY=VALUE.
-    """
+    """Name, values of the configuration, sequences and tokens of a sequence of `NAME batch=… seq=… [KEY=VALUE …]`."""
     name, *words = text.split() or [""]
     values = dict(word.split("=", 1) for word in words if "=" in word)
     sizes = [values.pop(key, "") for key in ("batch", "seq")]
@@ -140,13 +137,7 @@ def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
 
 
 def build_published(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torch.device) -> Any:
-    """A model of transformers with random weights: a preset of `cce_kernels.doctor` or a model type.
-
-    Raises:
-        ConfigError: there is no such model, or its configuration has no such key.
-    """
-    from cce_kernels.doctor.presets import build
-
+    """A model of transformers with random weights: a preset of `cce_kernels.doctor` or a model type."""
     try:
         return build(name, overrides, dtype, device)
     except ValueError as error:
@@ -155,29 +146,21 @@ def build_published(name: str, overrides: dict[str, str], dtype: torch.dtype, de
 
 @contextmanager
 def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[None]:
-    """Let `model(…, labels=labels)` compute its loss with `loss`, as long as the context lasts.
-
-    Raises:
-        ConfigError: an option has no counterpart in a Hugging Face model.
-        UnsupportedError: the loss cannot run here, or has no form for Hugging Face models.
-    """
-    if loss.name == "standard":
+    """Let `model(…, labels=labels)` compute its loss with `loss`, as long as the context lasts."""
+    if loss.name == OWN:
         yield
         return
     check_loss(loss, device)
     if isinstance(loss, CceKahanLossConfig):
-        import cce_kernels
-
-        cce_kernels.patch(model, **_options(loss))
+        names = ["accumulate", "workspace_mib"]
+        if isinstance(loss, CceFilterLossConfig) and filters(loss):
+            names += ["filter_eps", "filter_unbiased", "filter_mass", "filter_c", "filter_if_faster"]
+        cce_kernels.patch(model, **{name: getattr(loss, name) for name in names})
         try:
             yield
         finally:
             cce_kernels.unpatch(model)
-    elif isinstance(loss, LigerLossConfig):
-        from cce_kernels.doctor.presets import apply_liger
-
-        if loss.accumulate != "native":
-            raise ConfigError("liger accumulate=fp32: Liger's models cannot choose it", "write liger")
+    elif isinstance(loss, LigerLossConfig) and loss.accumulate == "native":
         apply_liger(model)
         try:
             yield
@@ -185,32 +168,14 @@ def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[N
             del model.forward
     else:
         raise UnsupportedError(
-            f"{loss.name} has no form for Hugging Face models", "choose liger, cce_kahan, cce_filter"
+            f"{loss.name} has no form for Hugging Face models, or its options have none",
+            "choose liger, cce_kahan, cce_filter",
         )
-
-
-def _options(loss: CceKahanLossConfig) -> dict[str, Any]:
-    """The options of `cce_kernels.patch`."""
-    options: dict[str, Any] = {"accumulate": loss.accumulate, "workspace_mib": loss.workspace_mib}
-    if isinstance(loss, CceFilterLossConfig) and filters(loss):
-        options |= {
-            "filter_eps": loss.filter_eps, "filter_unbiased": loss.filter_unbiased, "filter_mass": loss.filter_mass,
-            "filter_c": loss.filter_c, "filter_if_faster": loss.filter_if_faster,
-        }  # fmt: skip
-    return options
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
 def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
-    """Measure every loss in every model. A model's rows are written as soon as it is done.
-
-    Args:
-        command: the command line, for the record.
-
-    Raises:
-        ConfigError: a model, loss or option is not known.
-        UnsupportedError: on a CPU, a step needs more memory than this machine has free.
-    """
+    """Measure every loss in every model. A model's rows are written as soon as it is done."""
     directory, device = common.results_directory(config, "bench_models"), resolve_device(config.device)
     losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
     models = [parse_model(text) for text in config.models]
@@ -252,7 +217,7 @@ class Bench:
     def __init__(
         self, config: BenchConfig, name: str, overrides: dict[str, str], batch: int, seq: int, device: torch.device
     ) -> None:
-        torch.manual_seed(config.seed)
+        torch.manual_seed(SEED)
         self.config, self.device = config, device
         self.name = " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
         self.model: Any = build_published(name, overrides, DTYPES[config.dtype], device)
@@ -264,26 +229,41 @@ class Bench:
 
     def measure(self, losses: dict[str, LossConfig], run_id: str) -> list[Row]:
         """A row for each loss: values with the same weights first, then warm-up and memory, then the rounds."""
-        rows = {text: self._row(text, run_id) for text in losses}
-        self._attempt(rows, losses, self._compare)
-        self._attempt(rows, losses, self._warm_up)
-        running = [text for text, row in rows.items() if row.status == "ok"]
-        shuffle = random.Random(self.config.seed).shuffle
+        config, (batch, seq) = self.config, self.ids.shape
+        vocab, width = self.model.get_output_embeddings().weight.shape
+        parameters = sum(p.numel() for p in self.model.parameters())
+        sizes = batch, seq, width, vocab, config.dtype, config.checkpointing
+        rows = {text: Row(self.name, parameters, *sizes, text, run_id) for text in losses}
+
+        def each(action: Callable[[Row], None], order: Sequence[str]) -> None:
+            """Run an action with each loss that still runs, put into the model."""
+
+            def put_in(row: Row) -> None:
+                with model_loss(self.model, losses[row.loss], self.device):
+                    action(row)
+
+            for row in (rows[text] for text in order if rows[text].status == "ok"):
+                common.attempt(row, self.device, partial(put_in, row))
+                self.optimizer.zero_grad()
+                collect_after(1)
+
         with collected_at_known_points():
-            for _ in range(self.config.rounds):
+            each(self._first_values, [*rows])
+            each(self._warm_up, [*rows])
+            running = [text for text, row in rows.items() if row.status == "ok"]
+            shuffle = random.Random(SEED).shuffle
+            for _ in range(config.rounds):
                 order = list(running)
                 shuffle(order)
-                for text in order:
-                    self._attempt({text: rows[text]}, losses, self._turn)
-                    collect_after(1)
-        ran = {text: row for text, row in rows.items() if row.status == "ok"}
-        for row in ran.values():
-            _record_times(row, ran.get(OWN), self.config.seed)
+                each(self._turn, order)
+        own = np.array(rows[OWN].rounds_ms) if rows[OWN].status == "ok" else None
+        for row in (row for row in rows.values() if row.status == "ok"):
+            ms, row.rounds = np.array(row.rounds_ms), len(row.rounds_ms)
+            row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
+            if own is not None:
+                row.ratio = float(np.median(ms / own))
+                row.ratio_low, row.ratio_high = interval_of_median(ms / own, SEED)
         return list(rows.values())
-
-    def _turn(self, row: Row) -> None:
-        """A loss's part of a round: one step."""
-        row.rounds_ms.append(timing.time_ms(self.step, self.device))
 
     def step(self) -> None:
         """Forward, backward and optimizer."""
@@ -294,54 +274,29 @@ class Bench:
     def _loss(self) -> torch.Tensor:
         return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
 
-    def _row(self, text: str, run_id: str) -> Row:
-        (batch, seq), config = self.ids.shape, self.config
-        vocab, width = self.model.get_output_embeddings().weight.shape
-        return Row(
-            self.name, sum(p.numel() for p in self.model.parameters()), batch, seq, width, vocab, config.dtype,
-            config.checkpointing, text, run_id,
-        )  # fmt: skip
+    def _turn(self, row: Row) -> None:
+        """A loss's part of a round: one step."""
+        row.rounds_ms.append(problems.time_ms(self.step, self.device))
 
-    def _attempt(self, rows: dict[str, Row], losses: dict[str, LossConfig], action: Callable[[Row], None]) -> None:
-        """Run an action with each loss that still runs. A loss's failure is a result; a wrong option is not."""
-        for text, row in rows.items():
-            if row.status != "ok":
-                continue
-            try:
-                with model_loss(self.model, losses[text], self.device):
-                    action(row)
-            except ConfigError:
-                raise
-            except Exception as error:
-                row.status, row.reason = common.status_and_reason(error)
-            self.optimizer.zero_grad()
-
-    def _compare(self, row: Row) -> None:
+    def _first_values(self, row: Row) -> None:
         """The loss and the norm of its gradient, before the first step of the optimizer."""
         loss = self._loss()
         loss.backward()
         norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
         row.loss_nats, row.gradient_norm = loss.item(), torch.stack(norms).norm().item()
-        row.loss_err = abs(row.loss_nats / self.true_nats - 1)
+        row.loss_err = abs(row.loss_nats / self.fp64_nats - 1)
 
     def _warm_up(self, row: Row) -> None:
         for _ in range(self.config.warmup):
             self.step()
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.device)
-            beyond = timing.peak_bytes(self.step, self.device)
-            assert beyond is not None
-            row.peak_gib = (before + beyond) / GIB
+            row.peak_gib = (before + (problems.peak_bytes(self.step, self.device) or 0)) / GIB
 
-    @property
-    def true_nats(self) -> float:
-        """The loss by fp64 logits of the model's own hidden states, computed once."""
-        if not hasattr(self, "_true_nats"):
-            self._true_nats = self._fp64_loss()
-        return self._true_nats
-
+    @cached_property
     @torch.no_grad()
-    def _fp64_loss(self) -> float:
+    def fp64_nats(self) -> float:
+        """The loss by fp64 logits of the model's own hidden states."""
         hidden = self.model.base_model(input_ids=self.ids, use_cache=False)[0][:, :-1].flatten(0, 1)
         labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight.double()
         softcap = getattr(self.model.config, "final_logit_softcapping", None)
@@ -354,58 +309,38 @@ class Bench:
         return total / len(labels)
 
 
-def _record_times(row: Row, own: Row | None, seed: int) -> None:
-    ms, row.rounds = np.array(row.rounds_ms), len(row.rounds_ms)
-    row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
-    if own is not None:
-        ratios = ms / np.array(own.rounds_ms)
-        row.ratio = float(np.median(ratios))
-        row.ratio_low, row.ratio_high = interval_of_median(ratios, seed)
-
-
 # ------------------------------------------------------------------------------------------------------- the page
-COLUMNS: list[Column] = [
-    Column("loss", lambda row: f"`{row.loss}`", f"`{OWN}` is transformers' own; the others are put into the model"),
-    Column("n", lambda row: row.rounds, "rounds; times and ratios are medians over them"),
-    Column("step, ms", "step_ms:.1f", "forward, backward and AdamW"),
-    Column("/ standard", "ratio:.3f", f"time divided by that of `{OWN}` in the same round"),
-    Column("95 %", lambda row: common.interval(row.ratio_low, row.ratio_high), "bootstrap interval of that ratio"),
-    Column("tokens/s", "tokens_per_second:,.0f"),
-    Column("peak, GiB", "peak_gib:.1f", "the most that the process had allocated in a step"),
-    Column("loss, nats", "loss_nats:.5f", "before the first step: all losses have equal weights"),
-    Column("loss err", "loss_err:.1e", "relative to fp64 logits of the same hidden states"),
-    Column("gradient's norm", "gradient_norm:.4g", "before the first step, too"),
-]
+COLUMNS: common.Columns = {
+    "loss": lambda row: f"`{row.loss}`",
+    "n": "rounds:d",
+    "step, ms": "step_ms:.1f",
+    f"/ {OWN}": "ratio:.3f",
+    "95 %": lambda row: common.interval(row.ratio_low, row.ratio_high),
+    "tokens/s": "tokens_per_second:,.0f",
+    "peak, GiB": "peak_gib:.1f",
+    "loss, nats": "loss_nats:.5f",
+    "loss err": "loss_err:.1e",
+    "gradient's norm": "gradient_norm:.4g",
+}
 
 
 def write_report(directory: Path) -> list[Path]:
-    """Write models.md, and models.png where there are ratios; returns their paths.
-
-    Raises:
-        DataError: nothing was measured, or a file is damaged.
-    """
-    rows, groups = read_rows(directory), {}
-    lines = [
-        "Weights and tokens are random. A round runs one step with each loss, in shuffled order.", "",
-        *common.meanings(COLUMNS), "",
-    ]  # fmt: skip
-    for own in common.grouped(rows, key=lambda row: row.problem):
-        first, title = own[0], f"{own[0].model}, {own[0].batch} x {own[0].seq} tokens"
-        checkpointed = "with" if first.checkpointing else "without"
-        about = f"{first.parameters / 1e6:,.0f} M parameters, {first.d} hidden dimensions, {first.v:,} vocabulary "
-        about += f"entries, {first.dtype}, {checkpointed} gradient checkpointing."
-        lines += common.section(title, about, COLUMNS, own)
-        groups[title] = [
-            Point(row.loss, row.ratio, row.ratio_low, row.ratio_high, common.time_and_memory(row.step_ms, row.peak_gib))
-            for row in own
-            if row.ratio is not None and row.loss != OWN
-        ]
-    head, paths = [f"# Training steps of Hugging Face models: {directory.name}", ""], []
-    if groups := {title: points for title, points in groups.items() if points}:
-        axis = f"step, time / {OWN}'s in the same round (better: left); bars: 95 % intervals"
-        paths = [save(common.forest(groups, "Training steps of Hugging Face models", axis), directory / "models.png")]
-        head += ["![Time of a step relative to the model's own loss](models.png)", ""]
-    return [common.write_page(directory / "models.md", [*head, *lines], directory, [row.run for row in rows]), *paths]
+    """Write models.md, and models.png where there are ratios; returns their paths."""
+    sections: dict[str, list[Row]] = {}
+    points: dict[str, list[common.Point]] = {}
+    for own in common.grouped(read_rows(directory), key=lambda row: row.problem):
+        first = own[0]
+        title = f"{first.model}, {first.batch} x {first.seq} tokens, V = {first.v:,}, {first.dtype}"
+        sections[f"{title}, checkpointing" if first.checkpointing else title] = own
+        for row in own:
+            if row.ratio is not None and row.loss != OWN:
+                note = f"{row.step_ms:,.1f} ms" + ("" if row.peak_gib is None else f", {row.peak_gib:.1f} GiB")
+                point = common.Point(row.loss, row.loss, row.ratio, row.ratio_low, row.ratio_high, note)
+                points.setdefault(title, []).append(point)
+    title = "Training steps of Hugging Face models"
+    axis = f"step, time / {OWN}'s in the same round (better: left); bars: 95 % intervals"
+    pictures = {"models": common.forest(points, title, axis)} if points else {}
+    return common.write_report(directory, "models", title, sections, COLUMNS, pictures)
 
 
 def main(config: BenchConfig) -> None:

@@ -6,11 +6,12 @@ Times are medians of the slowest rank's times.
 """
 
 import copy
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,26 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Say, free
-from benchmarks.parallel_rows import CollectiveRow, LossRow, Measured, StepRow, read_rows, write, write_pages
-from benchmarks.problems import Problem, make_problem, parse_shape, relative_error
-from benchmarks.timing import peak_bytes, step, time_ms
+from benchmarks import common
+from benchmarks.problems import Problem, make_problem, parse_shape, peak_bytes, relative_error, step, time_ms
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn import costs
 from linrnn.config import cli, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
-from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
-from linrnn.core.machine import GIB
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError, ran_out_of_memory
+from linrnn.core.files import write_json, write_text
+from linrnn.core.machine import GIB, slug
 from linrnn.core.output import say
+from linrnn.core.plot_style import save
+from linrnn.core.tables import show
 from linrnn.distributed import DistributedRanks, Launch, Ranks, join
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
-from linrnn.models.architecture import Architecture, resolve
+from linrnn.models.architecture import resolve
 from linrnn.runs.environment import command_line, describe_environment
+from linrnn.runs.intervals import Estimate, estimate
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.runtime import (
     compute_dtype,
@@ -47,8 +50,6 @@ from linrnn.training.runtime import (
     resolve_precision,
     synchronize,
 )
-
-__all__ = ["Measured", "main", "read_rows", "run_benchmark"]
 
 MIB = 2**20
 FP32 = 4
@@ -77,14 +78,12 @@ class BenchConfig:
     )
     batch_size: int = option(8, "sequences", minimum=1)
     seq_len: int = option(2048, "tokens per sequence", minimum=2)
-    vocab_size: int | None = option(None, "null: the size's own, or 32000", minimum=2)
     rounds: int = option(15, "timed calls of the loss; times are medians", minimum=1)
     steps: int = option(4, "training steps timed together; this is done three times", minimum=1)
     repeats: int = option(
         1, "times that all training steps are measured again; from 5 on the interval decides", minimum=1
     )
     warmup: int = option(3, "calls and steps before the measured ones, which tune kernels", minimum=1)
-    seed: int = option(0, "of weights and data", minimum=0)
     device: str = option(
         "auto", "auto (GPUs with NCCL if there are any) | cpu (gloo) | cuda", choices=("auto", "cpu", "cuda")
     )
@@ -97,6 +96,141 @@ class BenchConfig:
 
 
 add_command("bench_parallel", BenchConfig)
+
+
+# ----------------------------------------------------------------------------------------------------------- rows
+@dataclass
+class CollectiveRow:
+    """A collective of NCCL (on a CPU: gloo) over all ranks, with nothing beside it."""
+
+    operation: str
+    ranks: int
+    mib: int  # of the whole tensor (fp32), of which a rank has all or a part; 0: one number a rank
+    ms: float  # median of the slowest rank's times
+    gb_per_second: float | None  # what a rank sends in a ring, by time; null where the time is latency alone
+
+
+@dataclass
+class LossRow:
+    """Forward and backward pass of a loss over N tokens, of all ranks together and of one GPU alone."""
+
+    shape: str
+    tokens: int
+    width: int
+    vocabulary: int
+    ranks: int
+    ms: float  # the ranks together
+    ms_alone: float  # one GPU that does everything
+    ms_shard: float  # one GPU that does a rank's share alone: all tokens, a rank's rows of the head
+    mib: float | None  # memory of a rank beyond inputs and gradients
+    mib_alone: float | None
+    sent_mib: float | None  # by each rank, from formulas
+    efficiency: float  # ms_alone / (ranks x ms)
+    error_hidden: float  # relative errors of rank 0's gradients against one GPU's
+    error_weight: float
+
+
+@dataclass
+class StepRow:
+    """Training steps of a model. Times are medians over the repeats."""
+
+    model: str
+    size: str
+    vocab_size: int
+    precision: str
+    parallel: str
+    scaling: str  # alone (each rank by itself) | weak (each rank keeps its sequences) | strong (the ranks share them)
+    ranks: int
+    sequences_of_rank: int
+    seq_len: int
+    step_ms: float
+    tokens_per_second: float
+    efficiency: float | None  # tokens/s against as many GPUs alone, with the sequences of `weak`; of `efficiencies`
+    gib: float | None  # peak memory of the rank that holds most; null on a CPU
+    sent_gib: float | None  # by each rank in a step, from formulas
+    gib_is_own: bool = False  # false: FSDP's row comes after DDP's, and lacks DDP's gradients that NCCL still held
+    blocks_together: int = 1
+    keep_gathered: bool = False
+    cuda_graph: bool = False
+    host_ms: float | None = None  # in which the slowest rank's host issues a step to an idle GPU
+    times_ms: list[float] = field(default_factory=list)  # of each repeat
+    efficiencies: list[float] = field(default_factory=list)  # of each repeat, against the GPUs alone in that repeat
+    host_times_ms: list[float] = field(default_factory=list)
+
+    def repeat(self, again: "StepRow", alone: "StepRow | None") -> None:
+        """Take up another measurement of this row. `alone` is the one GPU's row, whose last time is that repeat's."""
+        self.times_ms.append(again.step_ms)
+        self.step_ms = statistics.median(self.times_ms)
+        if again.host_ms is not None:
+            self.host_times_ms.append(again.host_ms)
+            self.host_ms = statistics.median(self.host_times_ms)
+        self.tokens_per_second = again.tokens_per_second * again.step_ms / self.step_ms
+        if alone is not None:
+            # A step of one GPU alone has alone.sequences_of_rank; this row's ranks have their own number.
+            self.efficiencies.append(
+                alone.times_ms[-1] / again.step_ms * again.sequences_of_rank / alone.sequences_of_rank
+            )
+            self.efficiency = statistics.median(self.efficiencies)
+
+    @property
+    def interval(self) -> Estimate | None:
+        """Of the efficiency, over the repeats; None with fewer than two."""
+        return estimate(self.efficiencies, ratios=True) if len(self.efficiencies) > 1 else None
+
+    @property
+    def efficiency_in_words(self) -> str:
+        """The efficiency; from two repeats on with its 90 % interval and their number."""
+        if (found := self.interval) is None:
+            return show(self.efficiency, ".2f")
+        return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f}), n = {found.n}"
+
+    @property
+    def method(self) -> str:
+        """`parallel`, how blocks are gathered if not one by one for each pass, and whether a CUDA graph is replayed."""
+        together = f", {self.blocks_together} blocks together" if self.blocks_together > 1 else ""
+        kept, graph = ", kept" if self.keep_gathered else "", ", CUDA graph" if self.cuda_graph else ""
+        return self.parallel + together + kept + graph
+
+    @property
+    def memory(self) -> str:
+        """GiB. A row of FSDP that lacks DDP's gradients shows a lower bound."""
+        return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + show(self.gib, ".1f")
+
+
+@dataclass
+class Measured:
+    """What one run has measured so far, on `ranks` GPUs of one kind; the content of its JSON file."""
+
+    command: str
+    device: str
+    ranks: int
+    environment: dict[str, Any]
+    collectives: list[CollectiveRow] = field(default_factory=list)
+    loss: list[LossRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+
+
+def write(measured: Measured, directory: Path, part: str | None) -> Path:
+    """Write `<directory>/<device>-x<ranks>[-<part>].json`. The file is whole at any time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = f"{slug(measured.device)}-x{measured.ranks}" + (f"-{part}" if part else "")
+    path = directory / f"{stem}.json"
+    write_json(path, asdict(measured))
+    return path
+
+
+def read_rows(directory: Path) -> list[Measured]:
+    """All runs in a directory, by device, ranks and name. Empty where the directory does not exist."""
+    found = []
+    for path in sorted(directory.glob("*-x*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            for name, kind in (("collectives", CollectiveRow), ("loss", LossRow), ("steps", StepRow)):
+                content[name] = [kind(**row) for row in content[name]]
+            found.append(Measured(**content))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"benchmarks/parallel.py has not written {path} ({error})", "remove it") from error
+    return sorted(found, key=lambda measured: (measured.device, measured.ranks))
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
@@ -129,7 +263,7 @@ def measure_collective(
 def measure_loss(ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device) -> LossRow:
     """The loss of one shape. The ranks share tokens and head evenly."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
-    whole = _of_first(make_problem(shape, "peaked", dtype, device, config.seed))
+    whole = _of_first(make_problem(shape, "peaked", dtype, device, seed=0))
     here = ranks.under(_parallel("vocab", config))
     shards = -(-shape.v // world)
     rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
@@ -197,7 +331,7 @@ def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device:
 
 # ---------------------------------------------------------------------------------------------------- whole steps
 def measure_steps(
-    ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device, tell: Say
+    ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device, tell: common.Say
 ) -> Iterator[StepRow]:
     """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it, weak and strong.
 
@@ -206,10 +340,10 @@ def measure_steps(
     """
     model_name, size = name.split("/")
     run: Config = load_config([f"model={model_name}", f"size={size}", "loss=cce_kahan"])
-    arch = resolve(run.model, run.size, config.vocab_size or run.size.vocab_size or 32000)
+    arch = resolve(run.model, run.size, run.size.vocab_size or 32000)
     precision = resolve_precision(run.trainer.precision, device)
     with device:  # draws weights faster than a CPU; their values change no time
-        model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=config.seed)
+        model = build_model(arch, device=device, dtype=parameter_dtype(precision), seed=0)
     plans = [("none", "alone", config.batch_size)]
     plans += [(mode, "weak", config.batch_size) for mode in config.weak]
     plans += [(mode, "strong", config.batch_size // ranks.world_size) for mode in config.strong]
@@ -218,14 +352,14 @@ def measure_steps(
         alone: StepRow | None = None  # of this repeat
         for plan in plans:
             try:
-                measured = _measure_mode(ranks, model, arch, run, *plan, config, device)
+                measured = _measure_mode(ranks, model, run, precision, *plan, config, device)
             except (RuntimeError, MemoryError) as error:
                 if not ran_out_of_memory(error):
                     raise
                 tell(f"{name} {plan[0]} {plan[1]}: out of memory")
                 continue
             finally:
-                free(device)
+                common.free(device)
             row = rows.setdefault(plan, measured)
             row.repeat(measured, alone)
             if plan == plans[0]:
@@ -234,34 +368,24 @@ def measure_steps(
 
 
 def _measure_mode(
-    ranks: DistributedRanks,
-    model: Any,
-    arch: Architecture,
-    run: Config,
-    mode: str,
-    scaling: str,
-    sequences: int,
-    config: BenchConfig,
-    device: torch.device,
-) -> StepRow:
+    ranks: DistributedRanks, model: Any, run: Config, precision: str, mode: str, scaling: str, sequences: int,
+    config: BenchConfig, device: torch.device,
+) -> StepRow:  # fmt: skip
     """Steps of a copy of `model`."""
-    precision = resolve_precision(run.trainer.precision, device)
-    parallel = _parallel(mode, config)
+    arch, parallel = model.arch, _parallel(mode, config)
     beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
-    spread = Ranks() if mode == "none" else ranks.under(parallel)
+    spread, world = (Ranks(), 1) if mode == "none" else (ranks.under(parallel), ranks.world_size)
     replica = spread.spread(model, compute_dtype(precision))
     loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
     optimizer = build_optimizer(model, run.optimizer, device)
-    batch = random_batch(sequences, config.seq_len, arch.vocab_size, config.seed + ranks.rank)
-    world = ranks.world_size if mode != "none" else 1
+    batch = random_batch(sequences, config.seq_len, arch.vocab_size, seed=ranks.rank)
     tokens = sequences * config.seq_len * world
     step_of = TrainingStep(
         model, optimizer, batch, tokens=tokens, precision=precision, device=device,
         max_grad_norm=run.optimizer.max_grad_norm, replica=replica, ranks=spread,
     )  # fmt: skip
     train_step: Callable[[], None] = partial(step_of, loss)
-
     for _ in range(config.warmup):
         train_step()
     synchronize(device)
@@ -285,14 +409,12 @@ def _measure_mode(
         arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
         loss=run.loss,
     )  # fmt: skip
+    sharded = mode in SHARDED
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
         tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sent.total / GIB,
-        gib_is_own=True,
-        blocks_together=config.blocks_together if mode in SHARDED else 1,
-        keep_gathered=config.keep_gathered and mode in SHARDED,
-        cuda_graph=config.cuda_graph,
-        host_ms=host_ms,
+        gib_is_own=True, blocks_together=config.blocks_together if sharded else 1,
+        keep_gathered=config.keep_gathered and sharded, cuda_graph=config.cuda_graph, host_ms=host_ms,
     )  # fmt: skip
 
 
@@ -305,15 +427,86 @@ def _parallel(mode: str, config: BenchConfig) -> Any:
     return load_config(overrides).parallel
 
 
+# ----------------------------------------------------------------------------------------------------------- page
+TABLES: dict[str, tuple[str, common.Columns]] = {
+    "collectives": (
+        "Collectives",
+        {"operation": "operation:", "GPUs": "ranks:d", "MiB": "mib:d", "ms": "ms:.3g", "GB/s": "gb_per_second:.3g"},
+    ),
+    "loss": (
+        "The vocabulary-parallel loss",
+        {
+            "N × D × V": lambda row: f"{row.tokens} × {row.width} × {row.vocabulary}",
+            "GPUs": "ranks:d",
+            "ms": "ms:.1f",
+            "ms on one": "ms_alone:.1f",
+            "ms of a shard": "ms_shard:.1f",
+            "efficiency": "efficiency:.2f",
+            "MiB a rank": "mib:.0f",
+            "MiB on one": "mib_alone:.0f",
+            "MiB sent": "sent_mib:.0f",
+            "dE": "error_hidden:.1e",
+            "dC": "error_weight:.1e",
+        },
+    ),
+    "steps": (
+        "Training steps",
+        {
+            "model": lambda row: f"{row.model} {row.size}",
+            "parallel": "method:",
+            "scaling": "scaling:",
+            "GPUs": "ranks:d",
+            "B of a rank": "sequences_of_rank:d",
+            "ms": "step_ms:.0f",
+            "host ms": "host_ms:.0f",
+            "tokens/s": "tokens_per_second:,.0f",
+            "efficiency": "efficiency_in_words:",
+            "GiB": "memory:",
+            "GiB sent": "sent_gib:.2f",
+        },
+    ),
+}
+
+
+def write_pages(directory: Path) -> list[Path]:
+    """Write `<directory>/<device>.md`, the tables of all runs of that device, and its picture of the weak scaling."""
+    runs, paths = read_rows(directory), []
+    for device in sorted({run.device for run in runs}):
+        own, page = [run for run in runs if run.device == device], directory / f"{slug(device)}.md"
+        lines = [f"# Several GPUs against one: {device}", ""]
+        if picture := weak_scaling(own):
+            paths.append(save(picture, page.with_suffix(".png")))
+            lines += [f"![Weak scaling of training steps]({page.stem}.png)", ""]
+        for key, (title, columns) in TABLES.items():
+            numbers = {id(row): number for number, run in enumerate(own, start=1) for row in getattr(run, key)}
+            rows = [row for run in own for row in getattr(run, key)]
+            numbered = {**columns, "run": lambda row, numbers=numbers: numbers[id(row)]}
+            lines += [f"## {title}", "", *common.table(numbered, rows), ""] if rows else []
+        listed = [{"command": run.command, "environment": {"gpus": [], "cpu": device} | run.environment} for run in own]
+        write_text(page, "\n".join([*lines, *common.runs_section(listed)]))
+        paths.append(page)
+    return paths
+
+
+def weak_scaling(runs: list[Measured]) -> Any:
+    """Efficiency of every row of weak scaling, a heading for each model and batch; None if no run measured any."""
+    groups: dict[str, list[common.Point]] = {}
+    for row in sorted((row for run in runs for row in run.steps), key=lambda row: (row.method, row.ranks)):
+        if row.scaling == "weak" and row.efficiency is not None:
+            found = row.interval or Estimate(1, row.efficiency, None, None)
+            heading, name = f"{row.model} {row.size}, {row.sequences_of_rank} sequences a rank", row.method
+            name += f" on {row.ranks} GPUs"
+            point = common.Point(name, name, row.efficiency, found.low, found.high, f"n = {found.n}")
+            groups.setdefault(heading, []).append(point)
+    axis = "tokens/s of N GPUs / (N x tokens/s of one); hollow: one measurement, bars: 90 % intervals"
+    return common.forest(dict(sorted(groups.items())), "Weak scaling of training steps", axis) if groups else None
+
+
 # -------------------------------------------------------------------------------------------------------- the whole
 def run_benchmark(ranks: Ranks, config: BenchConfig, command: str) -> list[Path]:
     """Measure. Rank 0 writes every row into the run's file, then pages and pictures of all runs.
 
     Returns the paths of pages and pictures.
-
-    Raises:
-        ConfigError: there is one process only, the ranks cannot share the batch evenly, or DDP has no CUDA graph.
-        UnsupportedError: a CUDA graph on a CPU.
     """
     if not isinstance(ranks, DistributedRanks):
         raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
@@ -336,10 +529,6 @@ def run_benchmark(ranks: Ranks, config: BenchConfig, command: str) -> list[Path]
         raise UnsupportedError("cuda_graph=true needs GPUs, and these ranks are on the CPU", "use cuda_graph=false")
     measured = Measured(command, device_name(device), ranks.world_size, describe_environment())
 
-    def tell(line: str) -> None:
-        if ranks.is_first:
-            say(line)
-
     def keep(rows: list[Any], row: Any, line: str) -> None:
         if not any(row is known for known in rows):
             rows.append(row)
@@ -347,6 +536,7 @@ def run_benchmark(ranks: Ranks, config: BenchConfig, command: str) -> list[Path]
         if ranks.is_first:
             write(measured, directory, config.part)
 
+    tell = say if ranks.is_first else lambda _line: None
     for mib in config.collective_mib:
         for operation in UNITS:
             timed = measure_collective(ranks, operation, mib, config, device)
@@ -356,12 +546,8 @@ def run_benchmark(ranks: Ranks, config: BenchConfig, command: str) -> list[Path]
         keep(measured.loss, loss, f"loss {name}: {loss.ms:.2f} ms, alone {loss.ms_alone:.2f}")
     for name in config.models:
         for row in measure_steps(ranks, name, config, device, tell):
-            what = f"{name} {row.parallel} {row.scaling}"
-            keep(
-                measured.steps,
-                row,
-                f"{what}: {row.step_ms:.1f} ms, host {row.host_ms:.1f}, efficiency {row.efficiency_in_words}",
-            )
+            told = f"{row.step_ms:.1f} ms, host {row.host_ms:.1f}, efficiency {row.efficiency_in_words}"
+            keep(measured.steps, row, f"{name} {row.parallel} {row.scaling}: {told}")
     return write_pages(directory) if ranks.is_first else []
 
 

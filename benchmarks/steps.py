@@ -27,19 +27,30 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.steps_lines import Start, find_start, parse_line
-from benchmarks.steps_rows import AGAIN, BASELINE, Row, ratio_of, read_rows, titles_of, write_report
-from benchmarks.training_step import TrainingStep
-from linrnn.config import cli
+from benchmarks.steps_rows import (
+    AGAIN,
+    BASELINE,
+    EAGER,
+    START,
+    WITHOUT_EFFECT,
+    Row,
+    key_of,
+    ratio_of,
+    read_rows,
+    titles_of,
+)
+from benchmarks.training_step import TrainingStep, random_batch
+from linrnn.config import cli, load_config
 from linrnn.config.compose import add_command
-from linrnn.config.schema import Config, FlaModelConfig, LossConfig, option
+from linrnn.config.schema import Config, FlaModelConfig, LossConfig, MarkovDataConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
+from linrnn.core.tables import show
+from linrnn.data import Batch, BatchLoader, PreparedData, prepare
 from linrnn.losses import LossBackend, build_loss, check_loss
-from linrnn.models import LanguageModel, build_model, tuning
-from linrnn.models.architecture import Architecture
+from linrnn.models import build_model, tuning
 from linrnn.profiling import LossTimer
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import command_line, gpu_state
@@ -55,14 +66,29 @@ from linrnn.training.runtime import (
     resolve_precision,
     synchronize,
 )
-
-__all__ = ["AGAIN", "Row", "main", "ratio_of", "read_rows", "run_benchmark", "titles_of"]
+from linrnn.training.starting import Weights, find_weights
 
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.
 LEARNING_RATE = 1e-8
+SEED = 0  # of weights, data and order
+SETTLE = 1  # untimed steps of a turn, in which the allocator gets used to the loss
 Step = Callable[[], None]
 _AT_1B3 = "size=1b3 trainer.batch_size=8 trainer.seq_len=2048 trainer.activation_checkpointing=full"
 _MODELS = [f"model={name} {_AT_1B3}" for name in ("gla", "transformer", "kda", "gated_deltanet")]
+_GROUPS = ("model", "size", "optimizer", "data")
+_TRAINER = (
+    *("batch_size", "seq_len", "precision"),
+    *("activation_checkpointing", "compile", "cuda_graph", "float8", "kernel_choices"),
+)
+# What to do about keys of a run that are something else here.
+_REMEDIES = {
+    "loss": "name the losses in losses=[…]",
+    "seed": "leave it out: weights, data and order are drawn with seed 0",
+    "device": "use the benchmark's own device=…",
+    "experiment": "write the keys that the experiment sets",
+    "parallel": "benchmarks/parallel.py measures steps of several GPUs",
+    "optimizer.lr": "leave it out: the rate is so small that all rounds have about the same weights",
+}
 
 
 @dataclass
@@ -88,41 +114,112 @@ class BenchConfig(common.Keys):
     )
     rounds: int = option(10, "pairs of each ratio: in a round every loss has its turn, in shuffled order", minimum=2)
     steps: int = option(3, "consecutive training steps of a turn, timed together", minimum=1)
-    settle: int = option(
-        1,
-        "untimed steps of a turn, in which the allocator gets used to the loss; a CUDA graph captures in one more",
-        minimum=0,
-    )
     warmup: int = option(2, "first steps of every loss, which compile and tune kernels", minimum=1)
     compare_with: str | None = option(
         None,
         "the name of a line, as 'GLA 1b3, compile=blocks': also print the times and gains of all lines, divided by its "
         "own",
     )
-    seed: int = option(0, "of weights, data and order", minimum=0)
 
 
 add_command("bench_steps", BenchConfig)
 
 
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
-    """Measure every loss in every model. A model's rows are written as soon as it is done.
+# ------------------------------------------------------------------------------------------------- a line's meaning
+def parse_line(text: str, device: str) -> Config:
+    """The configuration of the run whose steps a line names. Its data have no meaning unless :func:`names_data`.
 
-    Args:
-        command: the command line, for the record.
-
-    Raises:
-        ConfigError: a line, loss or option is not known, or has no meaning here. Nothing is measured then.
-        DataError: text or weights of a line are missing or damaged. Nothing is measured then.
+    `size.vocab_size` may be null where data are named: it is theirs then.
     """
+    words = text.split()
+    for word in words:
+        key = key_of(word)
+        group, _, rest = key.partition(".")
+        known = key == START or (rest in _TRAINER if group == "trainer" else group in _GROUPS)
+        if word not in WITHOUT_EFFECT and (not known or "=" not in word or key == "optimizer.lr"):
+            keys = f"{START}, those of {', '.join(_GROUPS)}, and of trainer {', '.join(_TRAINER)}"
+            remedy = _REMEDIES.get(key, _REMEDIES.get(group, f"leave it out; a line's keys are {keys}"))
+            raise ConfigError(f"models: {word!r} has no meaning in a benchmark of single steps", remedy)
+    own = [f"seed={SEED}", f"device={device}", "logger.wandb.mode=disabled"]
+    run: Config = load_config([*words, *own, *([] if names_data(text) else ["data=markov"])])
+    if names_data(text):
+        return run
+    if run.init_from:
+        raise ConfigError(
+            f"models: {text!r} has trained weights and random tokens, which are no text that the weights know",
+            "add the data that they were trained with, as data=text data.path=… data.tokenizer=…",
+        )
+    if run.size.vocab_size is None:
+        raise ConfigError(
+            f"models: {text!r} has no vocabulary, because size={run.size.name} takes the data's",
+            "add size.vocab_size=128256, or another number",
+        )
+    assert isinstance(run.data, MarkovDataConfig)
+    return replace(run, data=replace(run.data, vocab_size=run.size.vocab_size))  # the plan compares the two
+
+
+def names_data(line: str) -> bool:
+    """Whether a line's batch comes from data. Otherwise its tokens are random."""
+    return any(key_of(word).split(".")[0] == "data" for word in line.split())
+
+
+@dataclass(frozen=True)
+class Start:
+    """A line's configuration and what it names.
+
+    Attributes:
+        run: `size.vocab_size` is a number.
+        data: None: tokens are random.
+        weights: None: weights are random.
+    """
+
+    run: Config
+    data: PreparedData | None = None
+    weights: Weights | None = None
+
+    @classmethod
+    def of(cls, line: str, run: Config) -> "Start":
+        """Its data are prepared, unless they were before."""
+        if not names_data(line):
+            return cls(run)
+        data = prepare(run.data)
+        weights = find_weights(run.init_from, data) if run.init_from else None
+        size = replace(run.size, vocab_size=run.size.vocab_size or data.vocab_size)
+        return cls(replace(run, size=size), data, weights)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, entries of the model's vocabulary."""
+        assert self.run.size.vocab_size is not None
+        return self.run.size.vocab_size
+
+    def batch(self, sequences: int) -> Batch:
+        """The first training batch of the data, in the order of `run.seed`, or random tokens. On the CPU."""
+        seed, seq_len = self.run.seed, self.run.trainer.seq_len
+        if self.data is None:
+            return random_batch(sequences, seq_len, self.vocab_size, seed)
+        reset = self.run.data.reset_at_document
+        loader = BatchLoader(self.data.train, seq_len=seq_len, batch_size=sequences, seed=seed, reset_at_document=reset)
+        return next(loader)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+    """Measure every loss in every model. A model's rows are written as soon as it is done."""
     if not config.models:
         raise ConfigError("models=[] names no model", "leave models out, or use measure=false to write the page alone")
     directory, device = common.results_directory(config, "bench_steps"), resolve_device(config.device)
     losses = {" ".join(text.split()): common.parse_loss(text) for text in [BASELINE, *config.losses]}
-    sizes = _batch_sizes(config, list(losses))
+    if config.batch_sizes and (len(config.batch_sizes) != len(losses) or min(config.batch_sizes) < 1):
+        raise ConfigError(
+            f"batch_sizes={config.batch_sizes} does not give a number of sequences to each of {', '.join(losses)}",
+            f"give {len(losses)} numbers of 1 or more, or leave batch_sizes out",
+        )
+    sizes = dict(zip(losses, config.batch_sizes, strict=False))
+    sizes |= {AGAIN: sizes[BASELINE]} if sizes else {}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: common.parse_loss(BASELINE), **losses}
-    lines = {" ".join(text.split()): parse_line(text, config.seed, config.device) for text in config.models}
-    starts = {line: find_start(line, run) for line, run in lines.items()}
+    lines = {" ".join(text.split()): parse_line(text, config.device) for text in config.models}
+    starts = {line: Start.of(line, run) for line, run in lines.items()}
     for run in lines.values():
         with contextlib.suppress(UnsupportedError):  # it becomes a row
             make_training_plan(run)
@@ -131,76 +228,55 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
     with tuning.show_progress(say):
         for number, (line, start) in enumerate(starts.items(), start=1):
             say(f"[{number}/{len(lines)}] {line}")
-            rows = measure_line(config, line, start, losses, device, run_id, say, sizes)
-            common.append_rows(directory, rows)
-            measured += rows
+            run, precision = start.run, resolve_precision(start.run.trainer.precision, device)
+            rows = {
+                text: Row(
+                    line, run.model.label, run.size.name, 0, sizes.get(text, run.trainer.batch_size),
+                    run.trainer.seq_len, run.size.hidden_size, start.vocab_size, precision, text, run_id, config.steps,
+                    weights=str(start.weights.directory) if start.weights else None,
+                    text=start.data.fingerprint if start.data else None,
+                )
+                for text in losses
+            }  # fmt: skip
+            measure_line(config, start, rows, losses, device, say)
+            common.append_rows(directory, list(rows.values()))
+            measured += rows.values()
     return measured
-
-
-def _batch_sizes(config: BenchConfig, losses: list[str]) -> dict[str, int]:
-    """The sequences of each loss that has a batch of its own.
-
-    Raises:
-        ConfigError: there is not one number for each loss, or one is below 1.
-    """
-    if config.batch_sizes and (len(config.batch_sizes) != len(losses) or min(config.batch_sizes) < 1):
-        raise ConfigError(
-            f"batch_sizes={config.batch_sizes} does not give a number of sequences to each of {', '.join(losses)}",
-            f"give {len(losses)} numbers of 1 or more, or leave batch_sizes out",
-        )
-    found = dict(zip(losses, config.batch_sizes, strict=False))
-    return found | ({AGAIN: found[BASELINE]} if found else {})
 
 
 def measure_line(
     config: BenchConfig,
-    line: str,
     start: Start,
+    rows: dict[str, Row],
     losses: dict[str, LossConfig],
     device: torch.device,
-    run_id: str,
     say: common.Say,
-    sizes: dict[str, int],
-) -> list[Row]:
-    """The rows of one model. What cannot run is a row with the reason.
-
-    Args:
-        sizes: sequences of the losses that have a batch of their own.
-    """
+) -> None:
+    """Fill the rows of one model. What cannot run is a row with the reason."""
     torch._dynamo.reset()  # the graphs of the line before, which also hold its model
     common.free(device)
-    run = start.run
-    precision = resolve_precision(run.trainer.precision, device)
-    rows = {
-        text: Row(
-            line, run.model.label, run.size.name, 0, sizes.get(text, run.trainer.batch_size), run.trainer.seq_len,
-            run.size.hidden_size, start.vocab_size, precision, text, run_id, config.steps,
-            weights=str(start.weights.directory) if start.weights else None,
-            text=start.data.fingerprint if start.data else None,
-        )
-        for text in losses
-    }  # fmt: skip
     began = time.perf_counter()
     built: list[Bench] = []
     for text, row in rows.items():
-        _attempt(row, device, lambda loss=losses[text], row=row: _check(run, loss, row))  # type: ignore[misc]
-    first = next((row for row in rows.values() if row.status == "ok"), None)
-    if first is not None:
+        common.attempt(row, device, partial(_check, start.run, losses[text], row))
+    running = [row for row in rows.values() if row.status == "ok"]
+    if running:
         batches = {row.batch for row in rows.values()}
-        _attempt(first, device, lambda: built.append(Bench(config, start, device, say, batches)))
+        common.attempt(running[0], device, lambda: built.append(Bench(config, start, device, say, batches)))
     if built:
-        say(f"  built in {time.perf_counter() - began:.0f} s: {first and first.parameters:,} parameters")
+        say(f"  built in {time.perf_counter() - began:.0f} s: {running[0].parameters:,} parameters")
         if start.weights and start.weights.remark:
             say(f"  {start.weights.remark}")
-        built.pop().measure({text: row for text, row in rows.items() if row.status == "ok"}, losses, say)
-    elif first is not None:  # without a model no loss can run
-        for row in rows.values():
-            if row.status == "ok":
-                row.status, row.reason = first.status, first.reason
+        built.pop().measure({row.loss: row for row in running}, losses, say)
+    else:  # without a model no loss can run
+        for row in running:
+            row.status, row.reason = running[0].status, running[0].reason
     for row in rows.values():
-        _compare(row, rows[BASELINE])
-        say(f"  {row.loss}: {_in_words(row, rows[BASELINE].batch)}")
-    return list(rows.values())
+        if found := ratio_of(row, rows[BASELINE]):  # a loss that failed in a later round keeps its times alone
+            row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
+        interval = common.interval(row.ratio_low, row.ratio_high, ".4f")
+        ratio = f", {show(row.ratio, '.4f')} of {BASELINE} ({interval}) for equally many tokens"
+        say(f"  {row.loss}: " + (row.reason or f"{show(row.step_ms, '.1f')} ms{ratio}"))
 
 
 def _check(run: Config, loss: LossConfig, row: Row) -> None:
@@ -225,7 +301,9 @@ class Bench:
         arch, trainer = plan.architecture(start.vocab_size), run.trainer
         self.dtype = compute_dtype(plan.precision)
         prepare_process(run, device)
-        model = _build_model(arch, run, device, parameter_dtype(plan.precision))
+        # A GPU draws the weights of the matched models, which is faster than a CPU.
+        with contextlib.nullcontext() if isinstance(run.model, FlaModelConfig) else device:
+            model = build_model(arch, device=device, dtype=parameter_dtype(plan.precision), seed=run.seed)
         if trainer.float8 == "blocks":
             use_float8(model, device)
         model.set_activation_checkpointing(trainer.activation_checkpointing)
@@ -249,43 +327,44 @@ class Bench:
             compile_kernels_of(lambda: rehearse(model, batch, plan.precision, device), device, say)
             self.step.drop_gradients()
             common.free(device)
-        self._allocate_moments()
-
-    def _allocate_moments(self) -> None:
-        """Let the optimizer allocate its state, at a rate of 0. A loss that fails cannot leave half of it."""
-        optimizer = self.step.optimizer
-        self._set_rate(0.0)
+        # The optimizer allocates its state at a rate of 0: a loss that fails cannot leave half of it.
+        self.set_rate(0.0)
         for parameter in self.step.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         self.step.drop_gradients()
-        self._set_rate(LEARNING_RATE)
+        self.set_rate(LEARNING_RATE)
 
-    def _set_rate(self, rate: float) -> None:
+    def set_rate(self, rate: float) -> None:
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
 
-    # ---------------------------------------------------------------------------------------------- what is measured
     def measure(self, rows: dict[str, Row], losses: dict[str, LossConfig], say: common.Say) -> None:
         """Fill the rows: values with the same weights first, then warm-up and memory, the rounds, the loss layer."""
         backends: dict[str, LossBackend] = {}
 
-        def build(text: str, row: Row) -> None:
-            backends[text] = build_loss(losses[text], device=self.device, dtype=self.dtype)
+        def build(row: Row) -> None:
+            backends[row.loss] = build_loss(losses[row.loss], device=self.device, dtype=self.dtype)
 
-        def with_loss(action: Callable[[LossBackend, Row], None]) -> Callable[[str, Row], None]:
-            return lambda text, row: action(backends[text], row)
+        def each(action: Callable[[LossBackend, Row], None], order: Iterable[str] = rows) -> None:
+            """Call `action` with each loss that still runs."""
+            for row in (rows[text] for text in order if rows[text].status == "ok"):
+                if len(self.steps) > 1:  # give back the memory that the other batch's tensors were cut from
+                    common.free(self.device)
+                if not common.attempt(row, self.device, partial(action, backends[row.loss], row)):
+                    self.step.drop_gradients()
+                    common.free(self.device)
 
-        def warm_up(loss: LossBackend, row: Row) -> None:
-            self._warm_up(loss, row)
-            memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
-            say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{memory}")
-
-        shuffle = random.Random(self.config.seed).shuffle
+        shuffle = random.Random(SEED).shuffle
         with collected_at_known_points():
-            self._each(rows, build)
-            self._each(rows, with_loss(self._first_values))
-            self._each(rows, with_loss(warm_up))
+            for row in rows.values():
+                common.attempt(row, self.device, partial(build, row))
+            each(self._first_values)
+            each(self._warm_up)
+            for row in rows.values():
+                memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+                if row.status == "ok":
+                    say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{memory}")
             if self.graphs is not None:
                 say(f"  {in_words(self.graphs.report())}, the compiled loss's included")
             if remark := tuning.remark():
@@ -293,30 +372,18 @@ class Bench:
             for number in range(1, self.config.rounds + 1):
                 began, order = time.perf_counter(), list(rows)
                 shuffle(order)
-                self._each({text: rows[text] for text in order}, with_loss(self._turn))
+                each(self._turn, order)
                 if number == 1:
                     say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
             if not self.graphed:  # nothing marks the loss layer's begin inside a replay
-                self._each(rows, with_loss(self._time_loss_layer))
+                each(self._time_loss_layer)
         for row in rows.values():
             row.kernel_choices = (tuning.used() or {}).get("fingerprint")
-
-    def _each(self, rows: dict[str, Row], action: Callable[[str, Row], None]) -> None:
-        """Call `action` with each loss that still runs."""
-        for text, row in rows.items():
-            if row.status == "ok" and not _attempt(row, self.device, lambda text=text, row=row: action(text, row)):  # type: ignore[misc]
-                self.step.drop_gradients()
-                common.free(self.device)
 
     def _step_of(self, loss: LossBackend, row: Row) -> Step:
         """A step with this loss. Where the line asks for a CUDA graph, the first step captures it."""
         step = self.steps[row.batch]
         return step.graphed(loss) if self.graphed else partial(step, loss)
-
-    def _make_room(self) -> None:
-        """Between losses of several batches: give back the memory that the other batch's tensors were cut from."""
-        if len(self.steps) > 1:
-            common.free(self.device)
 
     def _steps(self, step: Step, count: int) -> None:
         """Consecutive steps, with Python's garbage collected after each, as in a run."""
@@ -326,7 +393,6 @@ class Bench:
 
     def _first_values(self, loss: LossBackend, row: Row) -> None:
         """The loss and its gradient's norm, before the first step of the optimizer."""
-        self._make_room()
         began = time.perf_counter()
         row.loss_nats = self.steps[row.batch].gradients(loss).item()
         row.gradient_norm = self.step.clip().item()
@@ -335,7 +401,6 @@ class Bench:
 
     def _warm_up(self, loss: LossBackend, row: Row) -> None:
         """The first steps, and the memory of another one, which captures the graph if there is one."""
-        self._make_room()
         self._steps(partial(self.steps[row.batch], loss), self.config.warmup)
         step = self._step_of(loss, row)
         synchronize(self.device)
@@ -348,11 +413,11 @@ class Bench:
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        self._make_room()
         step = self._step_of(loss, row)
-        if untimed := self.config.settle + self.graphed:
-            self._steps(step, untimed)
-            self._record_clock(row)
+        self._steps(step, SETTLE + self.graphed)
+        state = gpu_state(self.device)  # the device still works: an idle GPU lowers its clock
+        if state is not None and state["sm_mhz"] is not None:
+            row.sm_mhz.append(state["sm_mhz"])
         synchronize(self.device)
         cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
@@ -368,21 +433,14 @@ class Bench:
         ended = time.perf_counter()
         row.wall_ms.append(1e3 * (ended - began) / n)
         row.host_ms.append(1e3 * (given - began) / n)
-        if allocations is not None:
+        if cuda:
             row.device_ms.append(events[0].elapsed_time(events[1]) / n)
-            row.allocations = (row.allocations or 0) + (_allocations(self.device) or 0) - allocations
-
-    def _record_clock(self, row: Row) -> None:
-        """Read the GPU's clock while the device still works on untimed steps. An idle GPU lowers its clock."""
-        state = gpu_state(self.device)
-        if state is not None and state["sm_mhz"] is not None:
-            row.sm_mhz.append(state["sm_mhz"])
+            row.allocations = (row.allocations or 0) + _allocations(self.device) - allocations
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
         """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
-        self._make_room()
         step = self.steps[row.batch]
-        self._steps(partial(step, loss), self.config.settle)
+        self._steps(partial(step, loss), SETTLE)
         timer = LossTimer(self.device, skip=0)
         for _ in range(self.config.steps):
             step(loss, timer)
@@ -394,44 +452,65 @@ class Bench:
         )
 
 
-def _build_model(arch: Architecture, run: Config, device: torch.device, dtype: torch.dtype) -> LanguageModel:
-    """The model with random weights. A GPU draws those of the matched models, which is faster than a CPU."""
-    how: dict[str, Any] = {"device": device, "dtype": dtype, "seed": run.seed}
-    if isinstance(run.model, FlaModelConfig):
-        return build_model(arch, **how)
-    with device:
-        return build_model(arch, **how)
+def _allocations(device: torch.device) -> int:
+    """Calls of cudaMalloc by this process's allocator; 0 on a CPU."""
+    return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else 0
 
 
-def _attempt(row: Row, device: torch.device, action: Callable[[], None]) -> bool:
-    """Whether an action succeeded. A failure is a result, and stands in the row."""
-    try:
-        action()
-        return True
-    except Exception as error:
-        row.status, row.reason = common.status_and_reason(error)
-    common.free(device)  # the error held the tensors of its frames
-    return False
+# ----------------------------------------------------------------------------------------------------------- page
+def _to_eager(rows: list[Row]) -> Callable[[Row], str]:
+    """The ratio to the eager loss of the same line, with its interval if it says something."""
+
+    def cell(row: Row) -> str:
+        eager = next((one for one in rows if one.line == row.line and one.loss == EAGER), None)
+        if row.loss == EAGER or (found := ratio_of(row, eager)) is None:
+            return "-"
+        return f"{found.value:.4f} ({common.interval(found.low, found.high, '.4f')})"
+
+    return cell
 
 
-def _allocations(device: torch.device) -> int | None:
-    """Calls of cudaMalloc by this process's allocator; None on a CPU."""
-    return torch.cuda.memory_stats(device).get("num_device_alloc", 0) if device.type == "cuda" else None
+def _median(name: str) -> Callable[[Row], str]:
+    return lambda row: show(statistics.median(values) if (values := getattr(row, name)) else None, ".1f")
 
 
-def _compare(row: Row, base: Row) -> None:
-    """The ratio to the baseline. A loss that failed in a later round keeps its times, and has no ratio."""
-    if found := ratio_of(row, base):
-        row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
-
-
-def _in_words(row: Row, baseline_batch: int) -> str:
-    if row.status != "ok":
-        return f"{row.status}. {row.reason}"
-    if row.ratio is None or row.ratio_low is None or row.loss == BASELINE:
-        return f"{row.step_ms:.1f} ms"
-    times = f"{row.step_ms:.1f} ms, {row.ratio:.4f} of {BASELINE} ({row.ratio_low:.4f} to {row.ratio_high:.4f})"
-    return times if row.batch == baseline_batch else f"{times} for equally many tokens ({row.batch} sequences)"
+def write_report(directory: Path) -> list[Path]:
+    """Write steps.md, and steps.png where there are ratios; returns the paths of page and PNG."""
+    rows = read_rows(directory)
+    titles = titles_of(rows)
+    sections = {titles[own[0].line]: own for own in common.grouped(rows, key=lambda row: row.line)}
+    columns: common.Columns = {
+        "loss": lambda row: f"`{row.loss}`",
+        "n": "rounds:d",
+        "sequences": "batch:d",
+        "step, ms": "step_ms:.1f",
+        f"/ {BASELINE}": "ratio:.4f",
+        "90 %": lambda row: common.interval(row.ratio_low, row.ratio_high, ".4f") if row.loss != BASELINE else "-",
+        f"/ {EAGER}, 90 %": _to_eager(rows),
+        "tokens/s": "tokens_per_second:,.0f",
+        "device, ms": _median("device_ms"),
+        "host, ms": _median("host_ms"),
+        "loss layer, ms": "loss_layer_ms:.1f",
+        "share": "loss_layer_share:.1%",
+        "peak, GiB": "peak_gib:.2f",
+        "loss, nats": "loss_nats:.5f",
+        "gradient's norm": "gradient_norm:.5g",
+        "cudaMalloc": "allocations:d",
+        "MHz": _median("sm_mhz"),
+    }
+    points = {
+        title: [
+            common.Point(f"{row.loss}, {row.batch} x {row.seq:,}", row.loss, row.ratio, row.ratio_low, row.ratio_high)
+            for row in own
+            if row.ratio is not None and row.ratio_low is not None and row.loss != BASELINE
+        ]
+        for title, own in sections.items()
+    }
+    points = {title: own for title, own in points.items() if own}
+    title = "Training steps, the loss alone exchanged"
+    axis = f"time for equally many tokens / {BASELINE} in the same round (better: left); bars: 90 % intervals"
+    pictures = {"steps": common.forest(points, title, axis)} if points else {}
+    return common.write_report(directory, "steps", title, sections, columns, pictures)
 
 
 def main(config: BenchConfig) -> None:

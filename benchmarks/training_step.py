@@ -68,9 +68,6 @@ class TrainingStep:
         """A step whose passes are a CUDA graph, as with trainer.cuda_graph=true. Its first call captures them.
 
         The graph keeps the activations and gradients of the passes until the returned function is forgotten.
-
-        Raises:
-            UnsupportedError: the loss is not `capturable`. The first call raises it where the capture fails.
         """
         check_capturable(loss.config)  # a capture that fails may leave CUDA in a state that other losses' steps meet
 

@@ -75,6 +75,7 @@ def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
     ]
     text = write_report(tmp_path)[0].read_text()
     assert "3 calls. 1 in bf16 lie beyond 1.05, 1 failed, and 0 gave other bits" in text
+    assert "* `s bf16 softcap=30`: failed. RuntimeError: x" in text
     assert "| s bf16 bias | 1.200 |" in text
 
 

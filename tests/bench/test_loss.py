@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from fitting import fitted
 
-from benchmarks import common, loss, loss_rounds, timing
+from benchmarks import common, loss, problems
 from benchmarks.common import parse_loss, read_runs
-from benchmarks.loss import SETS, report_set, run_benchmark
-from benchmarks.loss_page import MANY_SHAPES, table_of, write_report
-from benchmarks.loss_pictures import filter_eps
-from benchmarks.loss_rounds import Entry, record_times
+from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark, write_report
+from benchmarks.loss_pictures import filter_eps, tradeoff_plot
 from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, winners
 from benchmarks.problems import (
     SHAPES,
@@ -43,8 +41,7 @@ TINY = Shape("tiny", 200, 16, 300)
 @pytest.fixture
 def eager_baseline(monkeypatch):
     """Eager torch instead of torch.compile, which takes ten seconds."""
-    for module in (loss, loss_rounds):
-        monkeypatch.setattr(module, "BASELINE", "standard")
+    monkeypatch.setattr(loss, "BASELINE", "standard")
 
 
 def configure(*overrides, tmp_path):
@@ -95,10 +92,7 @@ def test_the_truth_is_what_fp64_autograd_gives(kind, monkeypatch):
     monkeypatch.setattr("benchmarks.problems._BLOCK_ROWS", 64)
     problem = make_problem(TINY, kind, torch.bfloat16, CPU, 0)
     truth = truth_of(problem)
-    h, w = (
-        problem.hidden_ND.detach().double().requires_grad_(),
-        problem.weight_VD.detach().double().requires_grad_(),
-    )
+    h, w = (problem.hidden_ND.detach().double().requires_grad_(), problem.weight_VD.detach().double().requires_grad_())
     loss = F.cross_entropy(h @ w.T, problem.labels_N)
     loss.backward()
     assert truth.loss == pytest.approx(loss.item(), rel=1e-12)
@@ -179,7 +173,7 @@ def entry(backend, *forward_backward_ms):
 def test_ratios_are_taken_round_by_round():
     baseline, slower = entry("compiled", 2.0, 20.0, 200.0), entry("slower", 4.0, 40.0, 600.0)  # 2, 2, 3 times as long
     products = np.array([1.0, 5.0, 100.0]), np.array([4.0, 4.0, 300.0])
-    record_times(slower, baseline, entry("standard", 8.0, 80.0, 60.0), *products, seed=0)
+    record_times(slower, baseline, entry("standard", 8.0, 80.0, 60.0), *products)
     row = slower.row
     assert row.ratio_to_compiled == 2
     assert row.ratio_to_compiled_low == 2
@@ -195,9 +189,9 @@ def test_ratios_are_taken_round_by_round():
 
 def test_without_a_floor_or_a_baseline_there_is_no_ratio_to_it():
     alone = entry("standard", 1.0, 2.0)
-    record_times(alone, None, None, np.ones(2), np.array([]), seed=0)
+    record_times(alone, None, None, np.ones(2), np.array([]))
     assert (alone.row.ratio_to_compiled, alone.row.backward_ratio_to_eager) == (None, None)
-    record_times(alone, alone, None, np.ones(2), np.array([]), seed=0)
+    record_times(alone, alone, None, np.ones(2), np.array([]))
     assert (alone.row.ratio_to_three_products, alone.row.ratio_to_three_products_low) == (None, None)
     assert (alone.row.ratio_to_compiled, alone.row.ratio_to_product) == (1, 1.5)
 
@@ -213,7 +207,7 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
         return mm(left, right, out=out)
 
     problem = make_problem(TINY, "peaked", torch.bfloat16, CPU, 0, gradients)
-    floor = timing.three_products(problem)
+    floor = problems.three_products(problem)
     monkeypatch.setattr(torch, "mm", recorded)
     floor()
     once = multiplied.copy()
@@ -255,17 +249,11 @@ def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():
         make_row("fla", status="failed"),
         make_row("fla", ratio_to_compiled=2.0, logits="peaked", **exact),
     ]
+    errors = {"de_err": 1e-3, "dc_err": 1e-3}  # a filter's are never those of rounding, however small
+    rows += [make_row(text, ratio_to_compiled=0.1, **errors) for text in ("cce_filter x=1", "paper/cce_kahan_full_e")]
+    assert make_row("paper/cce_exact", **errors).exact
     best = winners(rows)
     assert [(problem[-1], row.backend) for problem, row in best.items()] == [("flat", "liger"), ("peaked", "fla")]
-
-
-def test_a_filter_is_never_the_fastest_exact_backend():
-    errors = {"de_err": 1e-3, "dc_err": 1e-3}
-    assert make_row("cce_kahan", **errors).exact
-    assert not make_row("cce_filter filter_eps=0.001", **errors).exact
-    assert not make_row("paper/cce_kahan_full_e", **errors).exact
-    assert make_row("paper/cce_exact", **errors).exact
-    assert not make_row("liger", de_err=1e-3, dc_err=2e-2).exact
 
 
 # ------------------------------------------------------------------------------------------------ files and page
@@ -307,41 +295,22 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
     assert path.read_text() == '[{"shape": "s"}]'
 
 
-def test_a_sweep_names_winners_and_crossovers_and_is_drawn(tmp_path):
-    rows = []
-    for v, ratio in ((1000, 2.0), (10_000, 2.0), (100_000, 0.5)):
-        at = {"v": v, "shape": f"v{v}", "de_err": 1e-3, "dc_err": 2e-3, "extra_mib": float(v)}
-        rows += [make_row("compiled", ratio_to_compiled=1.0, **at), make_row("liger", ratio_to_compiled=ratio, **at)]
-    rows.append(make_row("fla", v=1000, shape="v1000", status="failed", reason="RuntimeError: broken"))
-    page, picture = write_report(rows, tmp_path, "vocabulary")
-    text = page.read_text()
-    assert "* liger: faster above 31,623" in text
-    assert [text.count(f"| **{name}** |") for name in ("compiled", "liger")] == [2, 1]
-    assert "* fla: failed. RuntimeError: broken" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "fla: failed" in table_of(rows)
+def test_a_page_has_every_problem_and_what_failed_and_thresholds_are_drawn_against_errors(tmp_path):
+    exact = {"de_err": 1e-3, "dc_err": 2e-3, "extra_mib": 5.0}
+    rows = [make_row("compiled", ratio_to_compiled=1.0, **exact), make_row("fla", status="failed", reason="broken")]
+    for logits in ("flat", "peaked"):
+        for eps in (2.0**-8, 2.0**-12):
+            at = {"ratio_to_compiled": 0.5, "de_err": eps, "dc_err": eps, "dc_sum_err": eps, "logits": logits}
+            rows.append(make_row(f"cce_filter filter_eps={eps}", extra_mib=7.0, **at))
+    assert [path.name for path in write_report(rows, tmp_path, "s")] == ["s.md", "s.png", "s_error.png"]
+    text = (tmp_path / "s.md").read_text()
+    assert text.count("\n## ") == 3, "two problems and the runs"
+    assert "* `fla`: failed. broken" in text
+    assert [filter_eps(row) for row in rows[:4]] == [None, None, 2.0**-8, 2.0**-12]
+    assert len(write_report(rows[:3], tmp_path, "one")) == 2, "of one threshold there is nothing to compare"
+    assert len(tradeoff_plot(rows).axes) == 2
     with pytest.raises(DataError, match="no rows"):
         write_report([], tmp_path, "shapes")
-
-
-@pytest.mark.parametrize(("shapes", "on_gpu"), [(1, True), (1, False), (MANY_SHAPES + 1, True)])
-def test_every_number_of_shapes_has_a_picture(shapes, on_gpu, tmp_path):
-    rows = []
-    for n in range(1, shapes + 1):
-        for backend, ratio in (("compiled", 1.0), ("liger", 2.0)):
-            memory = 5.0 if on_gpu else None
-            rows.append(make_row(backend, shape=f"{n}x4x16", n=n, ratio_to_compiled=ratio, extra_mib=memory))
-    assert [path.name for path in write_report(rows, tmp_path, "set")] == ["set.md", "set.png"]
-
-
-def test_errors_of_thresholds_are_drawn_against_time(tmp_path):
-    rows = [make_row("compiled", ratio_to_compiled=1.0, de_err=1e-3, dc_err=1e-3)]
-    for eps in (2.0**-8, 2.0**-12):
-        text = f"cce_filter filter_eps={eps}"
-        rows.append(make_row(text, ratio_to_compiled=0.5, de_err=eps, dc_err=eps, dc_sum_err=eps))
-    assert [path.name for path in write_report(rows, tmp_path, "filter")][-1] == "filter_error.png"
-    assert [filter_eps(row) for row in rows] == [None, 2.0**-8, 2.0**-12]
-    assert len(write_report(rows[:2], tmp_path, "one")) == 2, "of one threshold there is nothing to compare"
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
@@ -358,47 +327,31 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
     assert run["command"] == "the command"
     assert run["environment"]["packages"]["torch"]
     assert run["config"]["rounds"] == 3
-    entries = [
-        (BAR, None),
-        (FLOOR, None),
-        ("standard", None),
-        ("standard (again)", None),
-        ("liger", None),
-        ("cce_kahan accumulate=fp32", 7),
-        ("paper/cce_exact", None),
-    ]
+    entries = [(name, None) for name in (BAR, FLOOR, "standard", "standard (again)", "liger")]
+    entries += [("cce_kahan accumulate=fp32", 7), ("paper/cce_exact", None)]
     assert [(row.backend, row.workspace_mib, row.logits) for row in rows] == [
         (backend, workspace, logits) for logits in ("flat", "peaked") for backend, workspace in entries
     ]
-    for row in rows:
-        assert row.run == run["id"]
-        if row.backend == "liger":
-            assert row.status == "unsupported"
-            assert "GPU" in row.reason
-            assert row.ratio_to_compiled is None
-            continue
-        assert row.status == "ok"
-        if row.backend == FLOOR:
-            assert (row.ratio_to_three_products, row.rounds) == (1, 3)
-            assert (row.loss_err, row.de_err, row.dc_err, row.forward_ms, row.deterministic) == (None,) * 5
-            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
-            continue
-        assert row.loss_err < 1e-2
-        assert 0 < row.dc_err < 2e-2
-        assert row.extra_mib is None
-        if row.backend == BAR:
-            assert (row.de_err_ratio, row.rounds, row.forward_ms) == (1, 0, None)
-        else:
-            assert row.rounds == 3
-            assert row.ratio_to_compiled_low <= row.ratio_to_compiled <= row.ratio_to_compiled_high
+    assert {row.run for row in rows} == {run["id"]}
+    for bar, floor, *timed_rows in (rows[:7], rows[7:]):
+        liger = timed_rows.pop(2)
+        assert (liger.status, liger.ratio_to_compiled) == ("unsupported", None)
+        assert "GPU" in liger.reason
+        assert (bar.de_err_ratio, bar.rounds, bar.forward_ms) == (1, 0, None)
+        assert (floor.ratio_to_three_products, floor.rounds) == (1, 3)
+        assert (floor.loss_err, floor.de_err, floor.dc_err, floor.forward_ms, floor.deterministic) == (None,) * 5
+        for row in (bar, *timed_rows):
+            assert (row.status, row.extra_mib) == ("ok", None)
+            assert row.loss_err < 1e-2
+            assert 0 < row.dc_err < 2e-2
+        for row in timed_rows:
             assert 0 < row.ratio_to_three_products_low <= row.ratio_to_three_products_high
-            assert row.forward_ms > 0
-            assert row.deterministic
+            assert (row.rounds, row.deterministic) == (3, True)
     timed = {(row.logits, row.label): row for row in rows if row.rounds}
     for (logits, _), row in timed.items():  # the rounds that a row keeps give its ratio and its interval
         ratios = np.array(row.rounds_ms) / np.array(timed[logits, "standard"].rounds_ms)
         kept = row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high
-        assert kept == (np.median(ratios), *interval_of_median(ratios, config.seed))
+        assert kept == (np.median(ratios), *interval_of_median(ratios, loss.SEED))
         assert row.backend == FLOOR or np.median(row.forward_rounds_ms) == row.forward_ms
     assert rows[2].ratio_to_compiled == 1
     assert "liger" in said[-1]
@@ -431,7 +384,7 @@ def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, m
 def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
     tmp_path, eager_baseline, monkeypatch, breaks
 ):
-    rounds, calls, first, time_step_ms = 13, Counter(), {}, timing.time_step_ms
+    rounds, calls, first, time_step_ms = 13, Counter(), {}, problems.time_step_ms
 
     def build(config, **how):
         loss = build_loss(config, **how)
@@ -444,21 +397,20 @@ def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
             raise torch.OutOfMemoryError("out of memory")
         return time_step_ms(loss, problem)
 
-    monkeypatch.setattr(loss_rounds, "build_loss", build)
-    monkeypatch.setattr(timing, "time_step_ms", flaky)
+    monkeypatch.setattr(loss, "build_loss", build)
+    monkeypatch.setattr(problems, "time_step_ms", flaky)
     overrides = ("backends=[cce_kahan,cce_filter]", "logits=[flat]", f"rounds={rounds}")
     rows = run_benchmark(configure(*overrides, tmp_path=tmp_path), "", str)
     failed = [row.backend for row in rows if row.status != "ok"]
     assert failed == [breaks]
     assert {row.rounds for row in rows if row.status == "ok" and row.forward_backward_ms} == {rounds}
-    assert "out_of_memory" in table_of(rows)
 
 
 def test_a_floor_that_does_not_fit_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
     def refused(problem):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(timing, "three_products", refused)
+    monkeypatch.setattr(problems, "three_products", refused)
     rows = run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert [row.status for row in rows] == ["ok", "out_of_memory", "ok", "ok", "ok"]
     assert (rows[1].rounds, rows[-1].ratio_to_three_products) == (0, None)
@@ -473,7 +425,7 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
             loss.compute = lambda *tensors: (compute(*tensors)[0] * torch.nan, {})
         return loss
 
-    monkeypatch.setattr(loss_rounds, "build_loss", build)
+    monkeypatch.setattr(loss, "build_loss", build)
     rows = run_benchmark(configure("backends=[cce_filter]", "logits=[flat]", tmp_path=tmp_path), "", str)
     assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
     assert "not finite" in rows[-1].reason
@@ -484,7 +436,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
     def killed(self, problems, floor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loss_rounds.Bench, "_run_rounds", killed)
+    monkeypatch.setattr(loss.Bench, "_run_rounds", killed)
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
     rows = read_rows(tmp_path / "bench_loss" / "cpu" / "rows.json")
@@ -560,7 +512,7 @@ def test_a_capture_that_fails_leaves_the_current_stream_to_later_backends(monkey
         monkeypatch.setattr(torch.cuda, name, value)
     problem = make_problem(TINY, "flat", torch.float32, CPU, 0)
     with pytest.raises(RuntimeError, match="during capture"):
-        timing.capture(build_loss(load_config(["loss=standard"]).loss, device=CPU), problem)
+        problems.capture(build_loss(load_config(["loss=standard"]).loss, device=CPU), problem)
     assert fake.current is fake.first
 
 

@@ -14,15 +14,18 @@ from graph_stand_in import Graphs
 
 from benchmarks import steps
 from benchmarks.common import append_rows
-from benchmarks.steps_lines import Start, parse_line
-from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows, write_report
+from benchmarks.steps import Start, parse_line, write_report
+from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows
 from benchmarks.training_step import TrainingStep
 from linrnn.config import load_config
+from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
+from linrnn.training import plan
 from linrnn.training.checkpoint import found
+from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
 from study.criteria import SPEED_AT_LARGEST
@@ -129,11 +132,11 @@ def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
 def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
-    bench = steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2])
-    again = steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2])
+    bench = steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2])
+    again = steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2])
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     again._warm_up(loss, replace(ROW, batch=2))
-    fresh = steps._build_model(bench.step.model.arch, parse_line(GLA, 0, "cpu"), torch.device("cpu"), torch.float32)
+    fresh = build_model(bench.step.model.arch, device="cpu", dtype=torch.float32, seed=0)
     for weight, own, stepped in zip(
         fresh.parameters(), bench.step.model.parameters(), again.step.model.parameters(), strict=True
     ):
@@ -163,19 +166,17 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
     write_report(tmp_path)
     text = (tmp_path / "steps.md").read_text()
     assert "V = 96, precision=fp32, cuda_graph=true\n" in text
-    [line] = [line for line in text.splitlines() if line.startswith("| `cce_kahan accumulate=fp32` |")]
-    assert "| - | - |" in line
 
 
 def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Graphs(monkeypatch)
     config = config_of(tmp_path)
     eager, graphed = (
-        steps.Bench(config, Start(parse_line(GLA, 0, "cpu")), torch.device("cpu"), print, [2]) for _ in range(2)
+        steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2]) for _ in range(2)
     )
     loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
     for bench in (eager, graphed):
-        bench._set_rate(0.1)
+        bench.set_rate(0.1)
     step = graphed.step.graphed(loss)
     for _ in range(3):
         eager.step(loss)
@@ -228,7 +229,13 @@ def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[s
         (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
     ],
 )
-def test_what_has_no_meaning_is_refused_before_anything_is_measured(line: str, message: str, tmp_path: Path) -> None:
+def test_what_has_no_meaning_is_refused_before_anything_is_measured(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_on_a_gpu(run: Config, _device: torch.device, *rest: int) -> None:  # a CPU is the first hindrance of a graph
+        check_cuda_graph(run, torch.device("cuda"), *rest)
+
+    monkeypatch.setattr(plan, "check_cuda_graph", as_on_a_gpu)
     with pytest.raises(ConfigError, match=message):
         measured(tmp_path, models=f'["{MUON}","{line}"]')
     assert not (tmp_path / "rows.jsonl").exists()
@@ -254,10 +261,7 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callabl
         (None, trained.data.fingerprint),
     ]
     write_report(tmp_path / "rows")
-    text = (tmp_path / "rows" / "steps.md").read_text()
-    assert f"init_from={source.name}\n" in text
-    assert f"init_from={source}`" in text
-    assert f"weights `{checkpoint}`; text of fingerprint `{trained.data.fingerprint[:8]}`; run 1" in text
+    assert f"init_from={source.name}\n" in (tmp_path / "rows" / "steps.md").read_text()
 
 
 @pytest.mark.parametrize("line", ["data=text data.path=HERE/none.txt", "data=markov init_from=HERE/none"])
@@ -313,12 +317,7 @@ def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> 
 
 def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
     rows = measured(tmp_path, "losses=[standard,cce_kahan]", "batch_sizes=[2,1,3]")
-    assert [(row.loss, row.batch) for row in rows] == [
-        ("compiled", 2),
-        (AGAIN, 2),
-        ("standard", 1),
-        ("cce_kahan", 3),
-    ]
+    assert [(row.loss, row.batch) for row in rows] == [("compiled", 2), (AGAIN, 2), ("standard", 1), ("cce_kahan", 3)]
     compiled, _, eager, ours = rows
     pairs = [ms / base / 1.5 for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
     assert ours.ratio == pytest.approx(estimate(pairs, ratios=True).value), "for equally many tokens"
@@ -330,9 +329,6 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
     assert verdict.target is SPEED_AT_LARGEST
     speeds = [1.5 * base / ms for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
     assert verdict.value == pytest.approx(median(speeds))
-    assert (
-        "| sequences | where they differ, ratios are for equally many tokens |" in write_report(tmp_path)[0].read_text()
-    )
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)
