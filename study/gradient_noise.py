@@ -1,7 +1,6 @@
 """How much noise the sampled gradient adds to a batch's own.
 
     python study/gradient_noise.py CHECKPOINT … [-- data.cache_dir=…] >> results/gradient_noise/GPU.jsonl
-    python study/gradient_noise.py --draw results/gradient_noise/GPU.jsonl
 
 Over all parameters, and over the embedding alone (tied, so it is the head, too), for every checkpoint:
 
@@ -17,14 +16,13 @@ of the same gradient.
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrnn.config import load_config
-from linrnn.core.plot_style import COLOURS, save, subplots
+from linrnn.core.plot_style import COLOURS, subplots
 from linrnn.data import Batch
 from linrnn.inference.load import open_reading
 from linrnn.losses import build_loss
@@ -32,7 +30,6 @@ from linrnn.training.runtime import compute_dtype, loss_inputs
 
 BATCHES, SAMPLED, DRAWS = 24, 12, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
 SEQUENCES = (8, 2)  # of a batch
-PICTURE = Path(__file__).resolve().parents[1] / "results" / "figures" / "gradient_noise.png"
 
 
 def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
@@ -112,10 +109,6 @@ def draw(rows: list[dict[str, Any]]) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--draw"]:
-        rows = [json.loads(line) for line in Path(arguments[1]).read_text().splitlines()[1:]]
-        print("wrote", save(draw(rows), PICTURE))
-        return
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     for source in arguments[:cut]:
         for row in noise(source, arguments[cut + 1 :]):

@@ -1,5 +1,6 @@
 """Draw the pictures of README and docs from committed rows into results/figures/: `python -m study.pictures`."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from study.filter_speed_picture import filter_speed_up
 from study.fine_tuning import distances_from_compiled
 from study.forest import OF_SPEED, batch_rows, difference_rows, forest, loss_rows, peak_rows, speed_rows, study_rows
 from study.forest import Row as ForestRow
+from study.gradient_noise import draw as draw_noise
 from study.largest_batches import largest_batches
 from study.overview import overview
 from study.searches import batch_verdicts, searches_on_the_h100
@@ -55,6 +57,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "fine_tuning": fine_tuning,
         "follow_up_losses": follow_up_losses,
         "step_parts": parts_of_steps,
+        "gradient_noise": gradient_noise,
     }
     return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
@@ -188,6 +191,12 @@ def parts_of_steps(results: Path) -> Any:
         for words, name in FOLDERS["breakdowns"].items()
     }
     return step_parts(found, "Where a step of a 1.3B model goes, 8 x 2,048 tokens on an H100, with cce_kahan")
+
+
+def gradient_noise(results: Path) -> Any:
+    """How much noise the sampled gradient adds to a batch's own."""
+    _, *lines = (results / "gradient_noise" / f"{GPUS['H200']}.jsonl").read_text().splitlines()
+    return draw_noise([json.loads(line) for line in lines])
 
 
 def _device(directory: Path, rows: list[Row]) -> str:

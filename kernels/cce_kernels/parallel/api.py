@@ -5,7 +5,7 @@
 LSE^r is the log-sum-exp over rank r's columns. o is the rank that holds row i's target, its owner. p^o is the softmax
 over the owner's columns alone. Every rank computes LSE^r and p^r with the forward pass of one device. On ranks other
 than the owner, another column stands in for the target, a different one in each row. One all-gather then gives every
-rank the two numbers of all ranks. (A sum over ranks would need a maximum first, and would keep no digit of a loss near
+rank the numbers of all ranks. (A sum over ranks would need a maximum first, and would keep no digit of a loss near
 0.)
 
 The backward pass is that of one device with the LSE of the whole vocabulary. dC is complete on its rank. dE is summed
@@ -28,7 +28,7 @@ Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
 
     for                                                   bytes
     token_weights, three products and rows="own"          4 N
-    the two numbers of a row                              8 N
+    LSE, what it lost by rounding, −log p                 12 N
     label smoothing; metrics                              4 N; 8 N
     dE                                                    4 N D
     E, with rows="own" and 16-bit inputs                  2 N D

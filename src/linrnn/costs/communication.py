@@ -93,8 +93,8 @@ def communication(
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
     """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
-    * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Two numbers per rank and
-      token. (The ranks describe their arguments in the first step only, which is not counted.)
+    * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Three numbers per rank
+      and token. (The ranks describe their arguments in the first step only, which is not counted.)
     * If logits are recomputed: the gradient of every token's loss.
     * With a filter: sums over ranks of what was kept and dropped for every token, and of the mass compared with
       `filter_mass`.
@@ -104,7 +104,7 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
         return None
     loss = over_shards(loss)
     assert isinstance(loss, CceKahanLossConfig)
-    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 3 * FP32
     shard = -(-vocab // ranks)
     if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
