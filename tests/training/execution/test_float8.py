@@ -118,7 +118,7 @@ def test_other_gpus_precisions_and_a_missing_package_are_refused(small: Small, m
     monkeypatch.setattr(requirements.importlib, "import_module", missing)
     with pytest.raises(UnsupportedError, match="torchao") as error:
         float8.check_float8(config, gpu, "bf16_autocast", 160)
-    assert error.value.remedy == 'pip install "torchao>=0.17"'
+    assert error.value.remedy == 'pip install --force-reinstall "torchao>=0.17"', "it is installed and does not import"
 
 
 def test_only_torchao_s_lines_about_its_extensions_are_silent(caplog: pytest.LogCaptureFixture) -> None:
