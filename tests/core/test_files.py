@@ -18,6 +18,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 INTO_NEW_DIRECTORIES = {
     "core/checksums.py",
     "data/prepare.py",
+    "data/tokenizer.py",
     "inference/export.py",
     "training/checkpoint/files.py",
     "training/checkpoint/saving.py",
