@@ -8,7 +8,7 @@ from linrnn.models.facts import model_in_words
 from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import EXACT
 from study.criteria import FINAL_LOSS
-from study.forest import point
+from study.points import point
 
 # A panel's title, and words of the changes in it with those that a reader sees.
 PANELS = {

@@ -6,7 +6,7 @@ from typing import Any
 from linrnn.core.plot_style import GREY, PALE, looks, subplots
 from linrnn.report.targets import Verdict
 from study.criteria import FINAL_LOSS
-from study.forest import point
+from study.points import point
 
 MARGIN = FINAL_LOSS.bound  # nats
 NOTE = (

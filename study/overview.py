@@ -7,7 +7,7 @@ from benchmarks.steps_rows import AGAIN
 from linrnn.core.plot_style import LOSSES, WIDTH, legend_below, looks, loss_of, subplots
 from linrnn.report.targets import BASELINES, INCONCLUSIVE, REACHED, Verdict
 from linrnn.report.verdicts import CONTROL
-from study.forest import (
+from study.points import (
     COMPARED,
     LIGER,
     Row,
@@ -35,7 +35,7 @@ STRIP, GAP = 0.2, 0.42  # inches: a row of points, and the room between two stri
 
 
 def overview(rows: Sequence[Row], title: str = TITLE, note: str = NOTE) -> Any:
-    """A strip per question of the forest plot, and beside it how many points meet what was asked.
+    """A strip per question, and beside it how many points meet what was asked.
 
     Points of one row lie a little apart, in the order of their rows, so that none covers another.
     """

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from study.distances import distances
 from study.filter_speed import filter_speeds
 from study.filter_speed_picture import filter_speed_up
 from study.fine_tuning import distances_from_compiled
-from study.forest import OF_SPEED, batch_rows, difference_rows, forest, loss_rows, peak_rows, speed_rows, study_rows
-from study.forest import Row as ForestRow
 from study.gradient_noise import draw as draw_noise
 from study.largest_batches import largest_batches
 from study.overview import overview
+from study.points import Row as ForestRow
+from study.points import batch_rows, difference_rows, loss_rows, peak_rows, speed_rows, study_rows
 from study.searches import batch_verdicts, searches_on_the_h100
 from study.step_parts import step_parts
 from study.step_speed import step_peaks, step_speeds
@@ -48,8 +47,6 @@ def draw(results: Path, output: Path) -> list[Path]:
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
         "study_at_a_glance": at_a_glance,
-        "study": study,
-        "study_speed": study_speed,
         "peak_memory": peak_memory,
         "largest_batch": largest_batch,
         "filters": filters,
@@ -73,18 +70,13 @@ def loss_layer(results: Path) -> Any:
     return hero(own, HERO, _device(directory, own))
 
 
-def study(results: Path) -> Any:
-    """The study's questions and its measurements, for our exact loss; of training losses, for all losses."""
-    return forest(study_points(results))
-
-
 def at_a_glance(results: Path) -> Any:
-    """The points of :func:`study` without their names, a strip for each question."""
+    """Every verdict of the study, a strip for each question."""
     return overview(study_points(results))
 
 
 def study_points(results: Path) -> list[ForestRow]:
-    """The study's verdicts, as the forest plot and the overview draw them."""
+    """The study's verdicts, as the overview draws them."""
     kept: dict[tuple[Any, ...], ForestRow] = {}  # if a model was measured twice in a setting, the later row is kept
     losses = []
     for group in FOLDERS["groups"]:
@@ -95,18 +87,10 @@ def study_points(results: Path) -> list[ForestRow]:
         losses += loss_rows(found) if group == FOLDERS["seeds"] else []
     *alike, _ = steps = _steps(results)
     for row in peak_rows([verdict for rows in alike for verdict in step_peaks(rows)]):
-        key = row.verdict.target, row.name, row.verdict.against
-        # A share of the baseline's peak, as it was.
-        kept[key] = replace(row, attainable=kept[key].attainable if key in kept else None)
+        kept[row.verdict.target, row.name, row.verdict.against] = row
     batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
     speeds = [one for rows in steps for one in step_speeds(rows)]
     return [*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)]
-
-
-def study_speed(results: Path) -> Any:
-    """The panels of :func:`study` on the speed of whole steps, for the page that asks no more."""
-    speeds = [one for rows in _steps(results) for one in step_speeds(rows)]
-    return forest(speed_rows(speeds), "What the study asked of speed, and what was measured", OF_SPEED)
 
 
 def _steps(results: Path) -> list[list[StepRow]]:

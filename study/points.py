@@ -1,15 +1,14 @@
-"""The study in one picture: for each criterion our loss beside a baseline, with intervals and the target."""
+"""The study's points: for each criterion our loss beside a baseline, and how a point is drawn."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from benchmarks.steps_rows import AGAIN
-from linrnn.core.plot_style import GREY, PALE, TARGET, in_words, legend_below, looks, loss_of, subplots
+from linrnn.core.plot_style import GREY, TARGET, in_words
 from linrnn.models.facts import model_in_words
-from linrnn.report.runs import Run, loss_layer_share
+from linrnn.report.runs import Run
 from linrnn.report.targets import BASELINES, INCONCLUSIVE, Target, Verdict
 from linrnn.report.verdicts import CONTROL, EXACT
 from linrnn.runs.intervals import WITHIN
@@ -43,36 +42,21 @@ BATCHES = re.compile(
     r", \d+( / \d+)+ x [\d,]+$"
 )  # what a line's name ends with if its losses have batches of their own
 ON_HOST = " (host)"  # behind a line's name if its steps wait for the host
-FREE = "attainable: a loss layer without cost"
 WIDE = 5  # a panel that reaches beyond so many times its target has a logarithmic axis outside of the target
-POINTS = "Bars on points: 90 % interval. Filled: reached or not reached. Hollow: inconclusive.\n"
-V_1B3 = "V = 128,256 at 1b3 where no other vocabulary is named."
-OF_SPEED = f"{POINTS}n: rounds of one process. (host): the host may decide a step's time, so no verdict.\nH100. {V_1B3}"
-NOTE = (
-    f"{POINTS}n: pairs of runs; for tokens/s, rounds of one process. "
-    "(host): the host may decide a step's time, so no verdict.\n"
-    "H200, older kernels: peak memory of GLA 1b3 against eager, and pale bars of memory at 1b3.\n"
-    "H100, older kernels: largest batch of GLA with checkpointing. H200: fine-tuning of all models but GLA.\n"
-    f"All else: H100. {V_1B3}\n"
-    "Filters at 10 M: GLA from random weights, 305 steps where no number stands. Test loss: WikiText-103.\n"
-    "Outside of ±0.01 nats a wide axis is logarithmic. Batches and memory do not scatter."
-)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One point of the forest plot.
+    """One point of the overview.
 
     Attributes:
         verdict: the ratio or the difference, its interval, and the answer to the criterion.
         name: the model and its setting, or the loss, in words.
-        attainable: the ratio of a loss layer that takes no time or memory; None if unknown.
         panel: what a panel of its own asks, in words; empty: the row stands in its criterion's panel.
     """
 
     verdict: Verdict
     name: str
-    attainable: float | None = None
     panel: str = ""
 
 
@@ -89,10 +73,8 @@ def study_rows(runs: Sequence[Run], found: Iterable[Verdict]) -> list[Row]:
         own = [run for run in runs if run.finished and run.summary["model"] == verdict.model]
         if "checkpointing" not in verdict.setting:
             kind = own[0].summary["activation_checkpointing"]
-        own = [run for run in own if run.summary["activation_checkpointing"] == kind]
-        bases = [run for run in own if run.summary["loss"] == verdict.against]
         name = model_in_words(verdict.model, own[0].summary["size"])
-        rows.append(Row(verdict, name + SHORT[kind], _free_memory(bases)))
+        rows.append(Row(verdict, name + SHORT[kind]))
     return rows
 
 
@@ -112,9 +94,8 @@ def speed_rows(speeds: Sequence[StepSpeed]) -> list[Row]:
     for one in sorted(own, key=lambda one: one.verdict.setting in waiting):
         setting = one.verdict.setting
         name = _short(setting) + (ON_HOST if setting in waiting else "")
-        bounded = one.verdict.backend == EXACT and setting not in waiting and one.verdict.target == SPEED
         panel = OF_MVE if " mve" in setting else ""
-        rows.append(Row(one.verdict, name, one.attainable if bounded else None, panel))
+        rows.append(Row(one.verdict, name, panel))
     liger = [one.verdict for one in speeds if one.verdict.backend == LIGER and one.verdict.against == BASELINES[0]]
     return rows + [
         Row(verdict, _short(verdict.setting), panel=OF_LIGER) for verdict in liger if "1b3" in verdict.setting
@@ -147,42 +128,6 @@ def loss_rows(found: Iterable[Verdict]) -> list[Row]:
     names = {CONTROL: f"control ({CONTROL})"}
     ordered = sorted(own, key=lambda v: (v.backend == CONTROL, v.backend == BASELINES[1]))
     return [Row(verdict, names.get(verdict.backend, in_words(verdict.backend))) for verdict in ordered]
-
-
-def _free_memory(bases: Sequence[Run]) -> float | None:
-    """The ratio of a step without any loss layer to the baseline's step."""
-    values = [1 - share for base in bases if (share := loss_layer_share(base)) is not None]
-    return median(values) if values else None
-
-
-def forest(rows: Sequence[Row], title: str = "What the study asked, and what was measured", note: str = NOTE) -> Any:
-    """One panel per criterion and question, with 90 % intervals.
-
-    A panel of ratios has a line per model, with the ratios to compiled and to eager, and the control's if there is
-    one. A panel of differences has a line per loss, with its difference from compiled.
-
-    Red lines are the targets. A pale bar reaches from 1 to the ratio of a loss layer without cost. Hollow points are
-    undecided.
-    """
-    panels = panels_of(rows)
-    names = [_names([row.name for row in own]) for own in panels]
-    heights = [len(told) * _height(own) + 0.9 for told, own in zip(names, panels, strict=True)]
-    size = (9.5, 0.36 * sum(heights) + 0.62 * len(panels) + 1.1)
-    figure, grid = subplots(len(panels), 1, figsize=size, height_ratios=heights, squeeze=False)
-    lines: dict[str, Any] = {}
-    for axes, own, told in zip(grid[:, 0], panels, names, strict=True):
-        criterion = own[0].verdict.target
-        (_ratios if criterion.metric.ratio else _differences)(axes, own, told, lines)
-        lines["target"] = draw_target(axes, criterion)
-        axes.set_yticks(range(len(told)), told)
-        axes.set_ylim(len(told) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
-        axes.set_title(_title(own), loc="left", fontsize=9.5)
-    top = 1 - 0.1 / size[1]  # 0.98, the default, lies within a tall figure's first panel
-    figure.suptitle(title, y=top)
-    order = [*COMPARED.values(), "target", FREE]
-    legend_below(figure, {name: lines[name] for name in order if name in lines}, note)
-    return figure
 
 
 def panels_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -219,13 +164,6 @@ def question_of(rows: Sequence[Row]) -> tuple[str, str, str]:
     return words, f"{f'ratio {target}' if criterion.metric.ratio else f'{target} nats'} {of_whom}", better
 
 
-def _title(rows: Sequence[Row]) -> str:
-    words, asked, better = question_of(rows)
-    counts = sorted({row.verdict.n for row in rows})
-    n = f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "")
-    return f"{words}: {asked} ({better}; {n})"
-
-
 def slots_of(rows: Sequence[Row]) -> list[str]:
     """What the points of a line of ratios compare, from above."""
     found = {slot_of(row) for row in rows}
@@ -234,36 +172,6 @@ def slots_of(rows: Sequence[Row]) -> list[str]:
 
 def slot_of(row: Row) -> str:
     return row.verdict.backend if row.verdict.backend in (AGAIN, LIGER) else row.verdict.against or ""
-
-
-def _height(rows: Sequence[Row]) -> float:
-    """The height of a panel's line."""
-    return len(slots_of(rows)) / 2 if rows[0].verdict.target.metric.ratio else 0.7
-
-
-def _ratios(axes: Any, rows: Sequence[Row], names: Sequence[str], lines: dict[str, Any]) -> None:
-    """Points of a panel of ratios, one to three to a line, and what the legend shows of them."""
-    slots = slots_of(rows)
-    found = looks([*BASELINES, CONTROL, LIGER])
-    for row in rows:
-        slot = slot_of(row)
-        look = found[CONTROL if slot == AGAIN else slot]
-        place = names.index(row.name) + (slots.index(slot) - (len(slots) - 1) / 2) * 0.8 / len(slots)
-        if row.attainable is not None:
-            bar = {"height": 0.6 / len(slots), "color": PALE, "zorder": 1}
-            lines[FREE] = axes.barh(place, row.attainable - 1, left=1, **bar)
-        point(axes, row.verdict, place, look)
-        lines.setdefault(COMPARED[slot], marker_of(look))
-    axes.set_xscale("log")
-    plain_ticks(axes, rows)
-
-
-def _differences(axes: Any, rows: Sequence[Row], names: Sequence[str], _: dict[str, Any]) -> None:
-    """Points of a panel of differences, in the colours of the losses that its lines name."""
-    found = looks(loss_of(row.verdict.backend) for row in rows)
-    for row in rows:
-        point(axes, row.verdict, names.index(row.name), found[loss_of(row.verdict.backend)])
-    difference_axis(axes, rows)
 
 
 def difference_axis(axes: Any, rows: Sequence[Row]) -> None:
@@ -282,12 +190,6 @@ def difference_axis(axes: Any, rows: Sequence[Row]) -> None:
 
 def _bounds(verdict: Verdict) -> list[float]:
     return [bound for bound in (verdict.value, verdict.low, verdict.high) if bound is not None]
-
-
-def _names(names: Sequence[str]) -> list[str]:
-    """Model names in order of appearance. A model with checkpointing follows the same model without it."""
-    models = list(dict.fromkeys(name.split(",")[0] for name in names))
-    return sorted(dict.fromkeys(names), key=lambda name: (models.index(name.split(",")[0]), "," in name))
 
 
 def point(axes: Any, verdict: Verdict, place: float, look: Any) -> None:
@@ -324,8 +226,7 @@ def plain_ticks(axes: Any, rows: Sequence[Row]) -> None:
     """Set plain numbers as the ticks of a logarithmic axis of ratios."""
     values = [1.0, rows[0].verdict.target.bound]
     for row in rows:
-        bounds = (row.verdict.value, row.verdict.low, row.verdict.high, row.attainable)
-        values += [value for value in bounds if value]
+        values += _bounds(row.verdict)
     low, high = min(values), max(values)
     room = (high / low) ** 0.05
     axes.set_xlim(low / room, high * room)
