@@ -599,13 +599,14 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand():
     n, d, v = 16384, 2048, 128256
     exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, states, gradients; two numbers
     rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
+    again = 4 * rows + rows  # logits computed again: a third number of each rank, and the row losses' gradients
     entries = 3 * v * 4 // 4
     for loss, more in (
         (KAHAN, 0),
-        (replace(KAHAN, workspace_mib=8), rows),  # the row losses' gradients
-        (replace(FILTER, filter_unbiased=False), rows + 2 * 2 * rows),  # what was kept and dropped
-        (FILTER, rows + 2 * 2 * rows + entries),  # the entries' order
-        (replace(FILTER, filter_mass=0.5), rows + 3 * 2 * rows + entries),  # what would be dropped
+        (replace(KAHAN, workspace_mib=8), again),
+        (replace(FILTER, filter_unbiased=False), again + 2 * 2 * rows),  # what was kept and dropped
+        (FILTER, again + 2 * 2 * rows + entries),  # the entries' order
+        (replace(FILTER, filter_mass=0.5), again + 3 * 2 * rows + entries),  # what would be dropped
         (replace(FILTER, filter_mass=0.0), 0),
         (IF_FASTER, 0),  # exact: over shards a filter never is
     ):

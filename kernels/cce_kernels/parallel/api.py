@@ -28,7 +28,7 @@ Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
 
     for                                                   bytes
     token_weights, three products and rows="own"          4 N
-    LSE, what it lost by rounding, −log p                 12 N
+    LSE and −log p; what rounding took from LSE           8 N; 4 N with four products
     label smoothing; metrics                              4 N; 8 N
     dE                                                    4 N D
     E, with rows="own" and 16-bit inputs                  2 N D

@@ -93,9 +93,9 @@ def communication(
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:
     """Bytes that each rank sends for the vocabulary-parallel loss over the `tokens` of all ranks; None: unknown.
 
-    * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Three numbers per rank
-      and token. (The ranks describe their arguments in the first step only, which is not counted.)
-    * If logits are recomputed: the gradient of every token's loss.
+    * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Two numbers per rank and
+      token. (The ranks describe their arguments in the first step only, which is not counted.)
+    * If logits are recomputed: a third number per rank and token, and the gradient of every token's loss.
     * With a filter: sums over ranks of what was kept and dropped for every token, and of the mass compared with
       `filter_mass`.
     * With the unbiased rule: the logits of the mean hidden state, by which all entries are ranked.
@@ -104,10 +104,11 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
         return None
     loss = over_shards(loss)
     assert isinstance(loss, CceKahanLossConfig)
-    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 3 * FP32
+    sent = _gathered(tokens * (ID + d * (compute + FP32)), ranks) + (ranks - 1) * tokens * 2 * FP32
     shard = -(-vocab // ranks)
     if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
+    sent += (ranks - 1) * tokens * FP32
     sums = logits = 0
     if isinstance(loss, CceFilterLossConfig):
         sums = 3 if loss.filter_mass else 2
