@@ -114,7 +114,7 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
         _ratio_axis(panel, [row for row in own if row.shape in shapes])
     panels[0].set_ylim(panels[0].get_ylim())  # of every panel: the ticks' view interval reaches the first one alone
     panels[0].set_ylabel("forward + backward time / torch.compile's")
-    figure.suptitle(f"The loss layer alone: time against memory {BETTER}")
+    figure.suptitle(f"As fast as torch.compile in less memory: the loss layer alone {BETTER}")
     kind = f"{device}, {own[0].logits} logits, {own[0].gradients} gradients"
     filled = f"Filled: gradients are exact up to rounding (errors below {EXACT[own[0].dtype]:g}). Hollow: approximate."
     legend_below(figure, {}, f"{kind}. Bars: 95 % intervals.\n{filled}")
