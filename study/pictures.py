@@ -189,3 +189,9 @@ def _device(directory: Path, rows: list[Row]) -> str:
     runs = [run for name, run in read_runs(directory).items() if name in origins]
     names = {gpu["name"] for run in runs for gpu in run["environment"]["gpus"]}
     return ", ".join(sorted(names))
+
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parents[1]
+    for path in draw(ROOT / "results", ROOT / "results" / "figures"):
+        print(f"wrote {path.relative_to(ROOT)}")

@@ -76,7 +76,6 @@ def test_refused(
         ("find_max_batch", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("prepare_data", "dry_run=true", "dry_run", "drop"),
-        ("maintain/figures", "gpus=8", "gpus=8", "without any"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("profile_sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
         ("profile_sparsity", "checkpoints=[]", "names no run", "checkpoints=[results/default/RUN]"),
@@ -99,7 +98,7 @@ def test_what_a_script_does_not_take_is_refused(
     assert remedy in hint
 
 
-@pytest.mark.parametrize("script", ["maintain/figures", "maintain/parameter_table", "generate"])
+@pytest.mark.parametrize("script", ["maintain/parameter_table", "generate"])
 def test_help_says_what_a_command_does_and_runs_nothing(script: str, command_here: Command) -> None:
     done = command_here(f"scripts/{script}.py", "--help")
     assert done.returncode == 0
