@@ -150,6 +150,8 @@ def test_the_files_that_are_written_give_the_same_tokenizer(eos_token: str | Non
         ("special_tokens_map.json", '{"eos_token": {"content": 3}}', "eos_token of tokenizer .* not one token"),
         ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "'<nowhere>' of .* is not in its vocabulary"),
         ("tokenizer_config.json", '{"eos_token": ""}', "'' of .* is not in its vocabulary"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "transformers cannot read the settings"),
+        ("tokenizer_config.json", '{"additional_special_tokens": 5}', "transformers cannot read the settings"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(file: str, content: str, cause: str, tmp_path: Path) -> None:

@@ -290,17 +290,15 @@ def _default_end_token(content: str, directory: Path) -> str | None:
         for name in (*SETTINGS, "config.json"):
             if (directory / name).is_file():
                 Path(copy, name).write_bytes((directory / name).read_bytes())
-        try:
-            return AutoTokenizer.from_pretrained(copy, local_files_only=True, trust_remote_code=False).eos_token
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ImportError,
-        ):  # its class is not transformers' own
-            return PreTrainedTokenizerFast.from_pretrained(copy, local_files_only=True).eos_token
+        for loader in (AutoTokenizer, PreTrainedTokenizerFast):  # the second if its class is not transformers' own
+            try:
+                return loader.from_pretrained(copy, local_files_only=True, trust_remote_code=False).eos_token
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as failure:
+                error = failure
+    raise DataError(
+        f"transformers cannot read the settings of the tokenizer in {directory} ({first_line(error)})",
+        f"correct its {' or '.join(SETTINGS)}, or write eos_token there",
+    )
 
 
 def _fetch_from_hub(name: str) -> Path:
