@@ -187,3 +187,24 @@ def test_a_tokenizer_s_file_is_read_whole_or_refused(suffix: str, tmp_path: Path
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"tokenizer\.json{suffix} cannot be read"):
             load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.xz"])
+@pytest.mark.parametrize(
+    ("held", "content"),
+    [
+        ("lzma", lzma.compress(lines("a"), format=lzma.FORMAT_ALONE)),
+        ("zip", b"PK\x03\x04\x14\0\0\0\x08\0\xff\xfe" + bytes(range(200, 250))),
+        ("lz4", b"\x04\x22\x4d\x18\x64\x40\xa7" + bytes(range(200, 250))),
+    ],
+    ids=["lzma", "zip", "lz4"],
+)
+def test_the_remedy_for_a_format_that_no_ending_makes_readable_is_to_unpack(
+    name: str, held: str, content: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        texts_in(path)
+    assert held in error.value.cause
+    assert error.value.remedy == f"unpack it: {held} is not read"

@@ -42,6 +42,7 @@ FORMATS = {
 }
 _BEGINNINGS = {begin: form.name for form in FORMATS.values() for begin in form.begins}
 _BEGINNINGS |= {b"PAR1": "parquet", b"PK\x03\x04": "zip", b"\x5d\0\0": "lzma", b"\x04\x22\x4d\x18": "lz4"}
+UNREAD = {"zip", "lzma", "lz4"}
 
 
 @contextmanager
@@ -81,6 +82,17 @@ def other_format(path: Path) -> str | None:
         return _named(file.read(HEADER))
 
 
+def remedy_for(held: str | None) -> str:
+    """What to do with a file whose ending does not say that it holds this format."""
+    if held in UNREAD:
+        return f"unpack it: {held} is not read"
+    return (
+        f"give it the ending of {held}, or unpack it"
+        if held
+        else "give it the ending of what it holds, or fetch it again"
+    )
+
+
 def _named(head: bytes) -> str | None:
     return next((name for begin, name in _BEGINNINGS.items() if head.startswith(begin)), None)
 
@@ -94,7 +106,7 @@ def _decompressed(raw: BinaryIO, form: _Format, path: Path) -> Iterator[bytes]:
             held = _named(data)
             raise DataError(
                 f"{path} is no {form.name} file" + (f": it holds {held}" if held else ""),
-                "give it the ending of what it holds, or fetch it again",
+                remedy_for(held),
             )
         if form.name == "zstd" and (dictionary := _dictionary(data)):
             raise DataError(

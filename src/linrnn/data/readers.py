@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from linrnn.core.errors import DataError, first_line
-from linrnn.data.compression import DAMAGE, FORMATS, open_file, other_format
+from linrnn.data.compression import DAMAGE, FORMATS, open_file, other_format, remedy_for
 
 LONGEST = 4 << 20  # characters of a document; tokenising takes about 130 bytes of memory for each
 BLANK_LINE = "blank_line"  # a separator: blank lines end a document, and belong to it, so no byte of the file is lost
@@ -326,7 +326,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
                 yield number, text, raw.tell()
     except UnicodeDecodeError as error:
         if held := other_format(path) if path.suffix.lower() not in FORMATS else None:
-            raise DataError(f"{path} holds {held}, not text", f"give it the ending of {held}, or unpack it") from None
+            raise DataError(f"{path} holds {held}, not text", remedy_for(held)) from None
         raise DataError(f"{path}, line {number}: not UTF-8: {error}", "convert the file to UTF-8") from None
     except DAMAGE as error:
         raise DataError(
