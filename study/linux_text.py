@@ -17,6 +17,8 @@ def main(root: Path, output: Path) -> None:
     paths = (path for path in root.rglob("*.[ch]") if path.is_file() and not path.is_symlink())
     names = [path.relative_to(root).as_posix() for path in paths]
     names = [name for name in names if not name.startswith("drivers/gpu/drm/amd/include/")]
+    if not names:
+        sys.exit(f"error: {root} holds no .c or .h files\n  -> name the folder that tar wrote")
     with output.open("w", encoding="utf-8") as file:
         for name in sorted(names, key=lambda name: hashlib.md5(name.encode()).hexdigest()):
             text = (root / name).read_text(encoding="utf-8", errors="replace")
@@ -26,4 +28,6 @@ def main(root: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("error: two paths are needed\n  -> python study/linux_text.py linux-source-6.1 linux.jsonl")
     main(Path(sys.argv[1]), Path(sys.argv[2]))
