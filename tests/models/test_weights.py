@@ -168,6 +168,8 @@ def cut(directory: Path, right: Tensors) -> None:
         (whole(poisoned(float("nan"))), f"{EMBEDDING} holds NaN or infinity"),
         (whole(poisoned(float("-inf"))), f"{EMBEDDING} holds NaN or infinity"),
         (whole(lambda right: {k: poisoned(float("nan"))(right)[k].half() for k in right}), "holds NaN or infinity"),
+        (whole(lambda right: {**right, HEAD: right[HEAD].to(torch.float8_e4m3fn)}), f"{HEAD} is torch.float8_e4m3fn"),
+        (whole(lambda right: {**right, HEAD: right[HEAD].to(torch.int8)}), f"{HEAD} is torch.int8"),
         (cut, "model.safetensors cannot be read"),
         (only("pytorch_model.bin"), "pytorch_model.bin.*pickled"),
         (only("weights.safetensors"), "neither model.safetensors nor"),

@@ -30,6 +30,7 @@ from linrnn.models.language_model import LanguageModel
 # The files to download from the hub.
 FILES = ["config.json", "*.safetensors", "*.index.json", "tokenizer.json", "tokenizer_config.json"]
 FILES += ["special_tokens_map.json"]
+DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # those of weights that need no scales
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 AGAIN = "copy the directory again, or save the model again with save_pretrained"
 # Settings that change nothing that a model computes here.
@@ -174,7 +175,8 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
         tied: whether embeddings and head are one tensor, which may then be stored under either name, or under both.
 
     Raises:
-        DataError: a file or a tensor is missing, surplus or damaged, has another shape, or holds NaN or infinity.
+        DataError: a file or a tensor is missing, surplus or damaged, has another shape, is quantised, or holds NaN
+            or infinity.
     """
     weights: dict[str, Tensor] = {}
     for name, listed in _files(directory, source).items():
@@ -206,6 +208,8 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
         if tensor.shape != expected[name].shape:
             shapes = f"{tuple(tensor.shape)} there and {tuple(expected[name].shape)} by its config.json"
             raise DataError(f"{source}: {name} is {shapes}", AGAIN)
+        if expected[name].is_floating_point() and tensor.dtype not in DTYPES:
+            raise DataError(f"{source}: {name} is {tensor.dtype}", "save the model in fp32, bf16 or fp16")
     check_finite(weights, source)
     both = [weights[name] for name in ends & weights.keys()]
     if len(both) == 2 and not torch.equal(*both):
