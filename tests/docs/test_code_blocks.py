@@ -107,6 +107,9 @@ def check(words: list[str]) -> None:
     elif words[:3] == ["python", "-m", "cce_kernels.doctor"]:
         values, overrides = parsed(rest[2:])
         assert values["model"] in PRESETS or overrides
+    elif words[:2] == ["python", "-m"] and words[2].startswith("study."):
+        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+        assert not words[3:]
     elif program == "torchrun":
         script = next(number for number, word in enumerate(rest) if word.endswith(".py"))
         assert all(re.match(r"--(nnodes|nproc-per-node|rdzv-backend|rdzv-endpoint)=", word) for word in rest[:script])
