@@ -133,7 +133,7 @@ def readme() -> Table:
             found = claim(name)
             rows.append((said["words"], found["text"], found["n"], f"[more]({said['link']})"))
     return Table(
-        ("`cce_kahan` against torch.compile", "ratio", "n", ""), rows, ("`cce_kahan` against torch.compile", "")
+        ("`cce_kahan` against torch.compile", "measured", "n", ""), rows, ("`cce_kahan` against torch.compile", "")
     )
 
 
