@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, Case, draw
-from cce_kernels.kernels import hopper
 from cce_kernels.runtime.launch import PLAIN as UNSPECIALISED
 from cce_kernels.runtime.launch import SPECIALISED
 from cce_kernels.runtime.tile_table import Row
 from cce_kernels.runtime.tiles import SHORT
+from cce_kernels.triton import hopper
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 

@@ -332,7 +332,7 @@ def check_row_coefficients(device: str) -> None:
     Their peak is the largest number among them. NaN rows leave all other rows unchanged.
     """
     from cce_kernels import row_math
-    from cce_kernels.kernels import row_coefficients
+    from cce_kernels.triton import row_coefficients
 
     random = torch.Generator().manual_seed(0)
     for n_rows in (1, 9000):

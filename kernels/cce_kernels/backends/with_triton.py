@@ -7,11 +7,6 @@ from ..filter import gather, select
 from ..filter.draw import mean_logits
 from ..filter.figures import filter_figures
 from ..filter.recomputed import backward
-from ..kernels.logits import find_targets
-from ..kernels.loss_sum import mean_gradient, reduce_loss
-from ..kernels.row_coefficients import row_coefficients
-from ..kernels.row_stats import forward
-from ..kernels.targets.columns import target_columns
 from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem
@@ -19,6 +14,11 @@ from ..runtime import program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 from ..schemes.operands import prepare
+from ..triton.logits import find_targets
+from ..triton.loss_sum import mean_gradient, reduce_loss
+from ..triton.row_coefficients import row_coefficients
+from ..triton.row_stats import forward
+from ..triton.targets.columns import target_columns
 
 __all__ = [
     "backward", "filter_figures", "find_targets", "forward", "gather", "mean_gradient", "mean_logits", "plan",

@@ -29,16 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..filter_rule import FilterStats, Rule
-from ..kernels.epilogues import HEADROOM, LOG2E
-from ..kernels.logit_gradient import Filter, parts
-from ..kernels.logits import exponentials
-from ..kernels.matmul import product
 from ..options import Options
 from ..planner import head_rows, list_parts, room_beside_lists
 from ..runtime.device_flag import Glance
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv, power_of_2
 from ..schemes.four_products import Fallback, gradients
+from ..triton.epilogues import HEADROOM, LOG2E
+from ..triton.logit_gradient import Filter, parts
+from ..triton.logits import exponentials
+from ..triton.matmul import product
 from .sample import add_estimates
 from .select import Lists
 

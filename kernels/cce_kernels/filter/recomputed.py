@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..filter_rule import FilterStats, Rule
-from ..kernels.logit_gradient import Filter, parts
 from ..options import Options
 from ..planner import room
 from ..schemes.four_products import dropped_mass, gradients
+from ..triton.logit_gradient import Filter, parts
 from .draw import mean_logits
 from .sample import add_estimates
 

@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..filter_rule import Rule, Sample, block_rows
-from ..kernels.logit_gradient import Filter, gradient_of_chunk
-from ..kernels.matmul import product
-from ..kernels.row_coefficients import Peak
 from ..options import Options
 from ..planner import tail_width
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv
+from ..triton.logit_gradient import Filter, gradient_of_chunk
+from ..triton.matmul import product
+from ..triton.row_coefficients import Peak
 
 DRAWN = 1024  # drawn rows of a program of drawn_rows_kernel
 

@@ -25,13 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..filter_rule import Rule, Sample, likely_sizes
-from ..kernels.logits import exponentials, target_logits
-from ..kernels.row_stats import Gradient, finish_rows
 from ..options import Options
 from ..planner import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
+from ..triton.logits import exponentials, target_logits
+from ..triton.row_stats import Gradient, finish_rows
 from .draw import draw, mean_logits, rank_entries
 
 SELECT_REGISTERS = 80  # registers a thread: fewer would spill, more would let fewer programs run at a time

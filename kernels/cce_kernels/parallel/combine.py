@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.epilogues import LOG2E, log1p
-from ..kernels.row_stats import LN2, ROWS, Gradient
-from ..kernels.softcap import softcap_slope
 from ..options import Options
 from ..row_math import Rows
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
+from ..triton.epilogues import LOG2E, log1p
+from ..triton.row_stats import LN2, ROWS, Gradient
+from ..triton.softcap import softcap_slope
 
 
 @quick

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from ..accumulator import Accumulator, compensated
 from ..filter_rule import Rule
-from ..kernels.logit_gradient import Filter, gradient_of_chunk, parts
-from ..kernels.logits import target_logits
-from ..kernels.matmul import product
-from ..kernels.row_coefficients import Peak
-from ..kernels.targets.gradient import add_by_target, target_rows
 from ..options import Options
 from ..runtime.tiles import cdiv
+from ..triton.logit_gradient import Filter, gradient_of_chunk, parts
+from ..triton.logits import target_logits
+from ..triton.matmul import product
+from ..triton.row_coefficients import Peak
+from ..triton.targets.gradient import add_by_target, target_rows
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.matmul import RankOne, RowTerms, TargetTerms, product
-from ..kernels.targets.live_rows import Live
 from ..planner import fits_vocab, splits_alone, splits_beside
 from ..runtime.tiles import cdiv, in_eights, multiprocessors, power_of_2
+from ..triton.matmul import RankOne, RowTerms, TargetTerms, product
+from ..triton.targets.live_rows import Live
 from .stored_rows import hidden_kernel, rows_of, scaled_rows
 
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.kahan import read_sum, write_sum
-from ..kernels.targets.live_rows import Live
 from ..runtime.launch import quick
 from ..runtime.tiles import by_eights, cdiv, in_eights, power_of_2
+from ..triton.kahan import read_sum, write_sum
+from ..triton.targets.live_rows import Live
 
 ROWS = 16  # of a program
 

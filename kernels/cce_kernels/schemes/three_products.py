@@ -37,19 +37,19 @@ import torch
 from torch import Tensor
 
 from ..accumulator import Accumulator
-from ..kernels.logits import exponentials, target_logits
-from ..kernels.matmul import RankOne, TargetTerms, product
-from ..kernels.row_coefficients import row_factors
-from ..kernels.row_stats import Gradient, finish_rows
-from ..kernels.smoothing import column_sum, mean_of_logits, smoothed_share
-from ..kernels.targets.bias import finish_bias_gradient
-from ..kernels.targets.live_rows import Live, live_rows
-from ..kernels.targets.order import order_by_target
 from ..options import Options
 from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.state import State, present
 from ..runtime.tiles import cdiv, multiprocessors, transposed_tiles
+from ..triton.logits import exponentials, target_logits
+from ..triton.matmul import RankOne, TargetTerms, product
+from ..triton.row_coefficients import row_factors
+from ..triton.row_stats import Gradient, finish_rows
+from ..triton.smoothing import column_sum, mean_of_logits, smoothed_share
+from ..triton.targets.bias import finish_bias_gradient
+from ..triton.targets.live_rows import Live, live_rows
+from ..triton.targets.order import order_by_target
 from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 

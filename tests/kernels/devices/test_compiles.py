@@ -52,9 +52,9 @@ def entropies(dtype: torch.dtype, softcap: float | None) -> None:
 
 def shards(softcap: float | None, with_metrics: bool) -> None:
     from cce_kernels.backends import with_triton
-    from cce_kernels.kernels.row_stats import Gradient
     from cce_kernels.options import Options
     from cce_kernels.row_math import Rows
+    from cce_kernels.triton.row_stats import Gradient
 
     x, metrics = torch.ones(256), torch.ones(2, 256) if with_metrics else None
     every, columns = torch.ones(4, 4 if with_metrics else 2, 256), torch.ones(256, dtype=torch.int64)

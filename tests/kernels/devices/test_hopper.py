@@ -8,10 +8,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cce_kernels.filter_rule import Rule
-from cce_kernels.kernels import hopper
-from cce_kernels.kernels.logit_gradient import Filter, gradient_of_chunk
-from cce_kernels.kernels.logits import exponentials, target_logits
 from cce_kernels.options import Options
+from cce_kernels.triton import hopper
+from cce_kernels.triton.logit_gradient import Filter, gradient_of_chunk
+from cce_kernels.triton.logits import exponentials, target_logits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -54,8 +54,8 @@ def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(argument
 @pytest.mark.parametrize("depth", [32 * 100, 32 * 256 - 5])  # steps of 32 terms, in series of 16
 @pytest.mark.parametrize("transposed", [False, True])
 def test_long_sums_in_fp32_err_less_than_terms_added_one_after_another(depth, transposed):
-    from cce_kernels.kernels.matmul import product
     from cce_kernels.runtime.tiles import aligned
+    from cce_kernels.triton.matmul import product
 
     g = torch.Generator().manual_seed(0)
     a, b = torch.rand(64, depth, generator=g), torch.rand(depth, 64, generator=g)

@@ -4,9 +4,9 @@ import cases  # noqa: F401 (patches the interpreter before a kernel runs)
 import pytest
 import torch
 from cce_kernels import backends
-from cce_kernels.kernels.targets import order as target_order
 from cce_kernels.row_math import reduce_loss
 from cce_kernels.runtime.interpreter import INTERPRETED
+from cce_kernels.triton.targets import order as target_order
 from everywhere import devices
 from torch import Tensor
 

@@ -129,7 +129,7 @@ def test_the_log_sum_exp_of_an_ignored_row_is_right_where_it_is_asked_for(dtype,
 @pytest.mark.parametrize("reduction", [pytest.param(name, marks=MARKS) for name in ("mean", "none")])
 def test_no_row_goes_the_slow_way_for_an_ignored_rows_sake(reduction, dtype, monkeypatch):
     """rows_kernel handles a row's logits one by one if its sum overflowed."""
-    from cce_kernels.kernels import row_stats
+    from cce_kernels.triton import row_stats
 
     def refuse(*_):
         raise AssertionError("a row is computed again")
