@@ -33,6 +33,7 @@ CONFIGS: dict[str, LossConfig] = {
     "liger": LigerLossConfig("liger", accumulate="native"),
     "liger-fp32": LigerLossConfig("liger", accumulate="fp32"),
     "fla": FlaLossConfig("fla", num_chunks=8),
+    "fla-on-logits": FlaLossConfig("fla", fuse_linear=False),
     "torch_native": TorchNativeLossConfig("torch_native", reduction="none"),
     "torch_native-sum": TorchNativeLossConfig("torch_native", reduction="sum"),
     "cce_kahan": CceKahanLossConfig("cce_kahan", accumulate="kahan", workspace_mib=None),
@@ -49,7 +50,7 @@ CONFIGS: dict[str, LossConfig] = {
     "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
     "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
 }
-GPU_ONLY = ("liger", "liger-fp32", "fla", "cce_apple")
+GPU_ONLY = ("liger", "liger-fp32", "fla", "fla-on-logits", "cce_apple")
 ON_CPU = tuple(name for name in CONFIGS if name not in GPU_ONLY)
 DTYPES = (torch.float32, torch.bfloat16)
 # Only this pair has an inaccurate loss: torch sums it in bf16.

@@ -1,8 +1,11 @@
-"""`fla`: flash-linear-attention's FusedLinearCrossEntropyLoss (Triton; gradients are computed in the forward pass).
+"""`fla`: flash-linear-attention's two losses (Triton).
 
-Source: flash-linear-attention 0.6.0, fla.modules.fused_linear_cross_entropy. Per-token losses, their sum and the
-weight's gradient are fp32. Logits are rounded to the compute dtype. Every call computes gradients, also under no_grad.
-Validation therefore costs as much as training.
+Source: flash-linear-attention 0.6.0, fla.modules. Per-token losses and their sum are fp32. Logits are rounded to the
+compute dtype.
+
+* FusedLinearCrossEntropyLoss never stores all logits. The weight's gradient is summed in fp32. Every call computes
+  gradients, also under no_grad, so that validation costs as much as training.
+* FusedCrossEntropyLoss (`fuse_linear=false`) takes stored logits. FLA's models use it by default.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from linrnn.losses.formulas import (
 )
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
+from linrnn.losses.standard import compiled_memory, compiled_traffic
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +37,13 @@ class FlaLossConfig(LossConfig):
     num_chunks: int = option(
         8, "maximum number of chunks of tokens; more chunks need less memory (8: the library's default)", minimum=1
     )
+    fuse_linear: bool = option(True, "false: FLA's cross-entropy on stored logits, the default of its models")
 
 
 def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Everything happens in the forward pass: logits in fp32 and in the compute dtype; dC in fp32."""
+    """Fused: everything happens in the forward pass, with logits in fp32 and in the compute dtype, and dC in fp32."""
+    if not loss.fuse_linear:  # the gradient overwrites the logits
+        return compiled_memory(loss, n_tokens, d, vocab, compute)
     hidden, weight = n_tokens * d, vocab * d
     rows = power_of_two_from(ceil_division(n_tokens, min(loss.num_chunks, ceil_division(vocab, d))))
     held = hidden * compute + weight * FP32 + 2 * rows * d * compute + rows * vocab * compute
@@ -44,6 +51,8 @@ def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int
 
 
 def _traffic(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+    if not loss.fuse_linear:
+        return compiled_traffic(loss, n_tokens, d, vocab, compute)
     chunks = min(ceil_division(vocab, d), n_tokens, loss.num_chunks)
     return traffic_in_chunks_of_tokens(chunks, True, n_tokens, d, vocab, compute)
 
@@ -53,6 +62,7 @@ class Fla(LossBackend):
     """flash-linear-attention's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 
     At most `num_chunks` chunks over tokens. The rows of a chunk are rounded up to a power of two.
+    `loss.fuse_linear=false` stores all logits instead, as FLA's models do by default.
     """
 
     capturable = True
@@ -61,8 +71,12 @@ class Fla(LossBackend):
         from linrnn.models.fla_import import import_fla
 
         super().__init__(config, device)
-        self._loss = import_fla("fla.modules").FusedLinearCrossEntropyLoss(
-            ignore_index=IGNORE_INDEX, num_chunks=config.num_chunks, reduction="sum"
+        modules = import_fla("fla.modules")
+        self._on_logits = not config.fuse_linear
+        self._loss = (
+            modules.FusedLinearCrossEntropyLoss(IGNORE_INDEX, num_chunks=config.num_chunks, reduction="sum")
+            if config.fuse_linear
+            else modules.FusedCrossEntropyLoss(IGNORE_INDEX, reduction="sum", inplace_backward=True)
         )
 
     @classmethod
@@ -76,4 +90,6 @@ class Fla(LossBackend):
         )
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._on_logits:
+            return self._loss(hidden_ND @ weight_VD.T, labels_N), {}
         return self._loss(hidden_ND, labels_N, weight_VD), {}

@@ -49,7 +49,7 @@ def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute
     return logits, logits + (n_tokens + vocab) * d * compute
 
 
-def _compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+def compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
     """Logits are written, read for the sums, then read and overwritten by their gradient."""
     product, logits = logits_traffic(n_tokens, d, vocab, compute)
     return product + logits, 2 * logits + 2 * product
@@ -65,7 +65,7 @@ class Standard(LossBackend):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
 
 
-@register_loss("compiled", formulas=LossFormulas(compiled_memory, _compiled_traffic, freed="hidden"))
+@register_loss("compiled", formulas=LossFormulas(compiled_memory, compiled_traffic, freed="hidden"))
 class Compiled(LossBackend):
     """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
 
@@ -104,7 +104,7 @@ class Compiled(LossBackend):
             ) from error
 
 
-@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, _compiled_traffic, freed="hidden"))
+@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, compiled_traffic, freed="hidden"))
 class CompiledNudged(Compiled):
     """`compiled`, the gradient of the hidden states moved by one unit in the last place: the control of loss curves.
 
