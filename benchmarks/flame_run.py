@@ -1,0 +1,257 @@
+"""Train a small GLA with flame, unmodified, with each loss: `python benchmarks/flame_run.py flame=PATH`.
+
+flame (github.com/fla-org/flame) trains FLA's models on torchtitan. Every loss is one run of `flame.train` with the same
+seed, texts and tokenizer, so that its runs differ by the loss alone. The texts are Python's own library, which every
+machine has. flame needs torchtitan 0.1, torchdata and datasets 3, and the folder `flame` a clone of its repository.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from linrnn.config import cli
+from linrnn.config.compose import add_command
+from linrnn.config.schema import option
+from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.core.output import say
+from linrnn.core.plot_style import WIDTH, in_words, legend_below, looks, subplots
+from linrnn.runs.environment import command_line
+
+LAST_LINES = 60  # of a run that fails; half of them are the launcher's
+SWITCH = "flame_cce"  # the module that a user starts in place of flame.train
+CHECK = "is_registered_in_fla:"
+SWITCH_SOURCE = f"""import runpy
+from cce_kernels.huggingface.fla_backend import is_registered_in_fla, register_in_fla
+register_in_fla()
+print("{CHECK}", is_registered_in_fla())
+runpy.run_module("flame.train", run_name="__main__", alter_sys=True)
+"""
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]  # as flame's train.sh, on one GPU
+# Which module is started, and whether FLA's fused loss is on: off in all of flame's own configurations.
+LOSSES = {"fla": ("flame.train", True), "cce_kahan": (SWITCH, True), "fla_logits": ("flame.train", False)}
+# What differs from flame/models/fla.toml beside the keys of the command line: one worker, and nothing that a short run
+# does not need. (wandb would take TensorBoard's place.)
+CHANGES: dict[str, dict[str, Any]] = {
+    "training": {"dataset": "json", "dataset_split": "train", "num_workers": 1},
+    "metrics": {"log_freq": 1, "enable_wandb": False, "enable_tensorboard": True},
+    "checkpoint": {"enable_checkpoint": False},
+    "profiling": {"enable_profiling": False},
+}
+
+
+@dataclass
+class BenchConfig(common.Keys):
+    """Keys of the command line."""
+
+    flame: str = option("flame", "a clone of flame's repository", path="read")
+    losses: list[str] = option([*LOSSES], f"in this order: {' | '.join(LOSSES)}")
+    steps: int = option(300, "of the optimizer", minimum=2)
+    warmup_steps: int = option(30, "of the learning rate", minimum=1)
+    lr: float = option(1e-3, "the highest learning rate")
+    batch_size: int = option(16, "sequences of a step", minimum=1)
+    seq_len: int = option(512, "tokens of a sequence", minimum=16)
+    hidden_size: int = option(128, "of GLA, which has 4 heads", minimum=64)
+    layers: int = option(6, "of GLA", minimum=1)
+    vocab_size: int = option(32000, "entries of the tokenizer, which learns them from the texts", minimum=300)
+    text_mib: int = option(8, "of Python's library at most", minimum=1)
+
+
+add_command("bench_flame", BenchConfig)
+
+
+@dataclass
+class Row:
+    """One step of a run, as flame logs it."""
+
+    loss: str
+    run: str  # id in runs.jsonl
+    step: int
+    nats: float  # training loss of the step
+    tokens_per_second: float
+    peak_gib: float  # memory that tensors held at most during the step
+    grad_norm: float  # before clipping
+    status: str = "ok"
+
+
+TAGS = {
+    "nats": "loss_metrics/global_avg_loss",
+    "tokens_per_second": "throughput(tps)",
+    "peak_gib": "memory/max_active(GiB)",
+    "grad_norm": "optimizer/grad_norm",
+}
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+def prepare(config: BenchConfig, folder: Path) -> None:
+    """Write what flame reads: texts.jsonl, a tokenizer, two configurations of the model, and the switch."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    texts, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/**/*.py")):
+        if "site-packages" not in path.parts and size < config.text_mib << 20:
+            texts.append(path.read_text(errors="replace"))
+            size += len(texts[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer: Any = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=config.vocab_size, special_tokens=["<pad>", "<s>", "</s>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder / "tokenizer")
+    model = {
+        "model_type": "gla", "hidden_size": config.hidden_size, "num_hidden_layers": config.layers, "num_heads": 4,
+        "expand_k": 0.5, "expand_v": 1, "vocab_size": config.vocab_size, "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+    }  # fmt: skip
+    for fused in (False, True):
+        switches = {"fuse_cross_entropy": not fused, "fuse_linear_cross_entropy": fused}
+        (folder / f"gla_{'fused' if fused else 'logits'}.json").write_text(json.dumps({**model, **switches}))
+    (folder / f"{SWITCH}.py").write_text(SWITCH_SOURCE)
+
+
+def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> Path:
+    """flame's own configuration with the changes of this run, in a file of the same form. Returns its path."""
+    fused = LOSSES[loss][1]
+    own: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder / loss)},
+        "model": {
+            "config": str(folder / f"gla_{'fused' if fused else 'logits'}.json"),
+            "tokenizer_path": str(folder / "tokenizer"),
+        },
+        "training": {
+            "data_files": str(folder / "texts.jsonl"), "steps": config.steps, "batch_size": config.batch_size,
+            "seq_len": config.seq_len, "context_len": config.seq_len,
+        },
+        "optimizer": {"lr": config.lr},
+        "lr_scheduler": {"warmup_steps": config.warmup_steps},
+    }  # fmt: skip
+    sections = tomllib.loads((source / "flame" / "models" / "fla.toml").read_text())
+    for changes in (CHANGES, own):
+        for section, values in changes.items():
+            sections[section].update(values)
+    lines = []
+    for section, values in sections.items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    path = folder / f"{loss}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+    """Train with every loss. A loss's rows are written when its run has ended."""
+    source = Path(config.flame).resolve()
+    if not (source / "flame" / "train.py").exists():
+        raise ConfigError(f"flame: {source} holds no flame/train.py", "git clone https://github.com/fla-org/flame")
+    if unknown := set(config.losses) - set(LOSSES):
+        raise ConfigError(f"losses: there is no {', '.join(sorted(unknown))}", f"choose {', '.join(LOSSES)}")
+    directory = common.results_directory(config, "bench_flame")
+    run_id, measured = common.begin_run(directory, command, config)["id"], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(config, folder)
+        paths = os.pathsep.join([name, str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for loss in config.losses:
+            path = write_config(config, loss, source, folder)
+            ended = subprocess.run(
+                [*LAUNCH, LOSSES[loss][0], "--job.config_file", str(path)], cwd=source, text=True,
+                env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            registered = f"{CHECK} True" in ended.stdout
+            if ended.returncode or registered != (loss == "cce_kahan"):
+                for line in ended.stdout.splitlines()[-LAST_LINES:]:
+                    say(f"  {line}")
+                raise LinrnnError(f"losses: flame's run with {loss} failed", "mend what its last lines above name")
+            rows = logged(folder / loss / "tb", loss, run_id)
+            common.append_rows(directory, rows)
+            measured += rows
+            say(f"{loss}: {rows[0].nats:.4f} nats at step 1, {rows[-1].nats:.4f} at step {rows[-1].step}")
+    return measured
+
+
+def logged(folder: Path, loss: str, run_id: str) -> list[Row]:
+    """The steps that flame logged for TensorBoard below a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [events] = folder.rglob("events.out.tfevents.*")
+    of = EventAccumulator(str(events), size_guidance={"scalars": 0})
+    of.Reload()
+    series = {name: [event.value for event in of.Scalars(tag)] for name, tag in TAGS.items()}
+    steps = [event.step for event in of.Scalars(TAGS["nats"])]
+    return [Row(loss, run_id, step, **{name: series[name][i] for name in TAGS}) for i, step in enumerate(steps)]
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+@dataclass
+class Summary:
+    """A run in one line. Speed and memory are of its second half, where every kernel is compiled."""
+
+    label: str
+    run: str
+    last: float  # mean of the last tenth's losses, nats
+    difference: float  # to FLA's fused loss in the same step, the largest of all steps, nats
+    tokens_per_second: float  # median
+    peak_gib: float
+    status: str = "ok"
+
+
+COLUMNS: common.Columns = {
+    "loss": lambda row: f"`{row.label}`",
+    "last loss, nats": "last:.4f",
+    "largest difference to `fla`, nats": "difference:.4f",
+    "tokens/s": "tokens_per_second:,.0f",
+    "peak, GiB": "peak_gib:.2f",
+}
+
+
+def summary(rows: list[Row], fla: dict[int, float]) -> Summary:
+    """A run in one line, beside the losses of FLA's run by step."""
+    half, tail = rows[len(rows) // 2 :], rows[-max(1, len(rows) // 10) :]
+    return Summary(
+        rows[0].loss, rows[0].run, statistics.fmean(row.nats for row in tail),
+        max((abs(row.nats - fla[row.step]) for row in rows if row.step in fla), default=math.nan),
+        statistics.median(row.tokens_per_second for row in half), max(row.peak_gib for row in half),
+    )  # fmt: skip
+
+
+def write_report(directory: Path) -> list[Path]:
+    """Write flame.md and flame.png: loss curves, and below them the differences to FLA's fused loss."""
+    rows = common.last_rows(directory, Row, key=lambda row: (row.loss, row.step))
+    runs = {own[0].loss: own for own in common.grouped(rows, key=lambda row: row.loss)}
+    fla = {row.step: row.nats for row in runs.get("fla", [])}
+    lines, found, shown = [summary(own, fla) for own in runs.values()], looks(runs), {}
+    figure, (above, below) = subplots(2, 1, sharex=True, figsize=(WIDTH, 5.5))
+    for loss, own in runs.items():
+        look = {"color": found[loss].colour, "linewidth": 1}
+        [shown[in_words(loss)]] = above.plot([row.step for row in own], [row.nats for row in own], **look)
+        both = [row for row in own if row.step in fla]
+        below.plot([row.step for row in both], [row.nats - fla[row.step] for row in both], **look)
+    above.set_ylabel("training loss, nats")
+    below.set(ylabel="minus FLA's loss, nats", xlabel="step")
+    gaps = [f"{line.difference:.2g} nats" for line in lines if line.label == "cce_kahan" and fla]
+    figure.suptitle("flame with FLA's loss and with ours" + "".join(f": never more than {gap} apart" for gap in gaps))
+    legend_below(figure, shown)
+    title = "flame's training loop, one loss a run"
+    return common.write_report(directory, "flame", title, {"Runs": lines}, COLUMNS, {"flame": figure})
+
+
+def main(config: BenchConfig) -> None:
+    if config.measure:
+        run_benchmark(config, command_line(), say)
+    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_flame"))))
+
+
+if __name__ == "__main__":
+    cli.run(main, "bench_flame", __doc__)
