@@ -1,9 +1,7 @@
-"""Measure whole steps of TRL's SFTTrainer, with its own fused head and after `register_in_trl()`: `python
-benchmarks/trl_step.py`.
+"""Measure whole steps of TRL's SFTTrainer with both heads, TRL's own and ours: `python benchmarks/trl_step.py`.
 
-One trainer serves both: the head is exchanged between steps, outside of the measured time. A step is what Trainer does
-from `on_step_begin` to `on_step_end`: forward, backward, clipping and AdamW, on one batch of random tokens. The
-learning rate is 0, so that weights stay and the losses of all steps can be compared. A CPU has no memory figures.
+One trainer serves both: the head is exchanged between steps, outside of the measured time. A step is forward, backward,
+clipping and AdamW, on one batch of random tokens. The learning rate is 0: weights stay, so that losses compare.
 """
 
 import importlib
@@ -64,7 +62,7 @@ class Row:
     dtype: str
     checkpointing: bool
     loss_type: str
-    loss: str  # trl | cce_kahan
+    label: str  # the head: trl | cce_kahan
     run: str  # id in runs.jsonl
     rounds: int
     step_ms: float
@@ -75,10 +73,6 @@ class Row:
     nats: float  # training loss, the same in every step
     rounds_ms: list[float] = field(default_factory=list)
     status: str = "ok"
-
-    @property
-    def label(self) -> str:
-        return self.loss
 
     @property
     def problem(self) -> str:
@@ -96,11 +90,10 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
 
     utils: Any = importlib.import_module("trl.trainer.utils")
     own = utils._ChunkedLogProbFunction  # what register_in_trl replaces; it is put back
-    order = [name for round in range(config.warmup + config.rounds) for name in _shuffled(round)]
+    shuffled = random.Random(SEED).sample
+    order = [head for _ in range(config.warmup + config.rounds) for head in shuffled([TRL, OURS], 2)]
     ms: dict[str, list[float]] = {TRL: [], OURS: []}
-    peaks: dict[str, list[int]] = {TRL: [], OURS: []}
-    begins = [0.0]
-    cuda = device.type == "cuda"
+    peaks, begins, cuda = dict.fromkeys(ms, 0), [0.0], device.type == "cuda"
 
     class Watch(TrainerCallback):
         """Puts in the head of the next step, and measures the step."""
@@ -119,7 +112,8 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
                 torch.cuda.synchronize()
             name = order[state.global_step - 1]
             ms[name].append((time.perf_counter() - begins[0]) * 1e3)
-            peaks[name].append(torch.cuda.max_memory_allocated() if cuda else 0)
+            if cuda and len(ms[name]) > config.warmup:
+                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
 
     name, overrides, batch, seq = parse_model(text)
     torch.manual_seed(SEED)
@@ -142,23 +136,19 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
     nats = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     times = {name: np.array(ms[name][config.warmup :]) for name in ms}
     rows = []
-    for name_, own_ms in times.items():
-        ratios = own_ms / times[TRL]
+    for head, head_ms in times.items():
+        ratios = head_ms / times[TRL]
         rows.append(Row(
             " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]), batch, seq, vocab, config.dtype,
-            config.checkpointing, config.loss_type, name_, run, len(own_ms), float(np.median(own_ms)),
+            config.checkpointing, config.loss_type, head, run, len(head_ms), float(np.median(head_ms)),
             float(np.median(ratios)), *interval_of_median(ratios, SEED),
-            max(peaks[name_][config.warmup :]) / GIB if cuda else None, nats[order.index(name_)], own_ms.tolist(),
+            peaks[head] / GIB if cuda else None, nats[order.index(head)], head_ms.tolist(),
         ))  # fmt: skip
     return rows
 
 
-def _shuffled(round: int) -> list[str]:
-    return random.Random(SEED + round).sample([TRL, OURS], 2)
-
-
 def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
-    """Measure every model; its rows are written as soon as it is done."""
+    """Measure every model. Its rows are written as soon as it is done."""
     directory, device = common.results_directory(config, "bench_trl"), resolve_device(config.device)
     run, measured = common.begin_run(directory, command, config)["id"], []
     for text in config.models:
@@ -166,13 +156,13 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         common.append_rows(directory, rows)
         common.free(device)
         measured += rows
-        say(f"{rows[0].problem}: " + ", ".join(f"{row.loss} {row.step_ms:.1f} ms" for row in rows))
+        say(f"{rows[0].problem}: " + ", ".join(f"{row.label} {row.step_ms:.1f} ms" for row in rows))
     return measured
 
 
 # --------------------------------------------------------------------------------------------------------- the page
 COLUMNS: common.Columns = {
-    "head": lambda row: f"`{row.loss}`",
+    "head": lambda row: f"`{row.label}`",
     "n": "rounds:d",
     "step, ms": "step_ms:.1f",
     "/ trl": "ratio:.3f",
@@ -184,7 +174,7 @@ COLUMNS: common.Columns = {
 
 def write_report(directory: Path) -> list[Path]:
     """Write trl.md from the last row of every model and head; returns its path."""
-    rows = common.last_rows(directory, Row, key=lambda row: (row.problem, row.loss))
+    rows = common.last_rows(directory, Row, key=lambda row: (row.problem, row.label))
     sections = {own[0].problem: own for own in common.grouped(rows, key=lambda row: row.problem)}
     return common.write_report(directory, "trl", "Steps of TRL's SFTTrainer", sections, COLUMNS)
 

@@ -26,7 +26,7 @@ def test_both_heads_give_the_same_loss_and_trls_own_is_put_back(tmp_path: Path, 
     theirs, ours = trl_step.run_benchmark(config, "python benchmarks/trl_step.py", lambda _: None)
     assert utils._ChunkedLogProbFunction is own
     assert len(calls) == 3, "one call in each step of ours, none in TRL's"
-    assert (theirs.loss, ours.loss, theirs.rounds, theirs.ratio) == ("trl", "cce_kahan", 2, 1.0)
+    assert (theirs.label, ours.label, theirs.rounds, theirs.ratio) == ("trl", "cce_kahan", 2, 1.0)
     assert ours.nats == pytest.approx(theirs.nats, rel=1e-5)
     assert min(theirs.step_ms, ours.step_ms) > 0
     assert ours.ratio_low <= ours.ratio <= ours.ratio_high
