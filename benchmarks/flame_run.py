@@ -1,8 +1,8 @@
 """Train a small GLA with flame, unmodified, with each loss: `python benchmarks/flame_run.py flame=PATH`.
 
 flame (github.com/fla-org/flame) trains FLA's models on torchtitan. Every loss is one run of `flame.train` with the same
-seed, texts and tokenizer, so that its runs differ by the loss alone. The texts are Python's own library, which every
-machine has. flame needs torchtitan 0.1, torchdata and datasets 3, and the folder `flame` a clone of its repository.
+seed, texts and tokenizer, so that the runs differ by the loss alone. Python's own library serves as text, because every
+machine has it. flame needs torchtitan 0.1, torchdata and datasets 3.6, and `flame` names a clone of its repository.
 """
 
 import json
@@ -16,7 +16,6 @@ import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +30,7 @@ from linrnn.runs.environment import command_line
 
 LAST_LINES = 60  # of a run that fails; half of them are the launcher's
 SWITCH = "flame_cce"  # the module that a user starts in place of flame.train
+SUFFIXES = (".py", ".c", ".h", ".md", ".txt")
 CHECK = "is_registered_in_fla:"
 SWITCH_SOURCE = f"""import runpy
 from cce_kernels.huggingface.fla_backend import is_registered_in_fla, register_in_fla
@@ -41,14 +41,6 @@ runpy.run_module("flame.train", run_name="__main__", alter_sys=True)
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]  # as flame's train.sh, on one GPU
 # Which module is started, and whether FLA's fused loss is on: off in all of flame's own configurations.
 LOSSES = {"fla": ("flame.train", True), "cce_kahan": (SWITCH, True), "fla_logits": ("flame.train", False)}
-# What differs from flame/models/fla.toml beside the keys of the command line: one worker, and nothing that a short run
-# does not need. (wandb would take TensorBoard's place.)
-CHANGES: dict[str, dict[str, Any]] = {
-    "training": {"dataset": "json", "dataset_split": "train", "num_workers": 1},
-    "metrics": {"log_freq": 1, "enable_wandb": False, "enable_tensorboard": True},
-    "checkpoint": {"enable_checkpoint": False},
-    "profiling": {"enable_profiling": False},
-}
 
 
 @dataclass
@@ -65,7 +57,10 @@ class BenchConfig(common.Keys):
     hidden_size: int = option(128, "of GLA, which has 4 heads", minimum=64)
     layers: int = option(6, "of GLA", minimum=1)
     vocab_size: int = option(32000, "entries of the tokenizer, which learns them from the texts", minimum=300)
-    text_mib: int = option(8, "of Python's library at most", minimum=1)
+    texts: str | None = option(
+        None, f"a folder with texts ({' '.join(SUFFIXES)}); null: Python's own library", path="read"
+    )
+    text_mib: int = option(8, "of texts at most", minimum=1)
 
 
 add_command("bench_flame", BenchConfig)
@@ -96,21 +91,26 @@ TAGS = {
 # -------------------------------------------------------------------------------------------------------- measuring
 def prepare(config: BenchConfig, folder: Path) -> None:
     """Write what flame reads: texts.jsonl, a tokenizer, two configurations of the model, and the switch."""
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     texts, size = [], 0
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/**/*.py")):
-        if "site-packages" not in path.parts and size < config.text_mib << 20:
+    for path in sorted(Path(config.texts or sysconfig.get_paths()["stdlib"]).rglob("*.*")):
+        if path.suffix in SUFFIXES and not {"site-packages", "dist-packages"} & {*path.parts}:
             texts.append(path.read_text(errors="replace"))
             size += len(texts[-1])
-    folder.mkdir(parents=True, exist_ok=True)
+            if size >= config.text_mib << 20:
+                break
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer: Any = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=config.vocab_size, special_tokens=["<pad>", "<s>", "</s>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder / "tokenizer")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = bytes_, decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=config.vocab_size, special_tokens=[*special.values()], initial_alphabet=bytes_.alphabet(),
+        show_progress=False,
+    ))  # fmt: skip
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "tokenizer")
     model = {
         "model_type": "gla", "hidden_size": config.hidden_size, "num_hidden_layers": config.layers, "num_heads": 4,
         "expand_k": 0.5, "expand_v": 1, "vocab_size": config.vocab_size, "tie_word_embeddings": False,
@@ -123,30 +123,25 @@ def prepare(config: BenchConfig, folder: Path) -> None:
 
 
 def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> Path:
-    """flame's own configuration with the changes of this run, in a file of the same form. Returns its path."""
-    fused = LOSSES[loss][1]
-    own: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": str(folder / loss)},
-        "model": {
-            "config": str(folder / f"gla_{'fused' if fused else 'logits'}.json"),
-            "tokenizer_path": str(folder / "tokenizer"),
-        },
-        "training": {
-            "data_files": str(folder / "texts.jsonl"), "steps": config.steps, "batch_size": config.batch_size,
-            "seq_len": config.seq_len, "context_len": config.seq_len,
-        },
-        "optimizer": {"lr": config.lr},
-        "lr_scheduler": {"warmup_steps": config.warmup_steps},
-    }  # fmt: skip
+    """flame/models/fla.toml with the changes of a run, in a file of the same form. Returns its path."""
+    model, length = folder / f"gla_{'fused' if LOSSES[loss][1] else 'logits'}.json", config.seq_len
     sections = tomllib.loads((source / "flame" / "models" / "fla.toml").read_text())
-    for changes in (CHANGES, own):
-        for section, values in changes.items():
-            sections[section].update(values)
+    sections["job"] |= {"dump_folder": str(folder / loss)}
+    sections["model"] |= {"config": str(model), "tokenizer_path": str(folder / "tokenizer")}
+    sections["training"] |= {
+        "dataset": "json", "data_files": str(folder / "texts.jsonl"), "dataset_split": "train", "num_workers": 1,
+        "steps": config.steps, "batch_size": config.batch_size, "seq_len": length, "context_len": length,
+    }  # fmt: skip
+    sections["optimizer"] |= {"lr": config.lr}
+    sections["lr_scheduler"] |= {"warmup_steps": config.warmup_steps}
+    sections["metrics"] |= {"log_freq": 1, "enable_wandb": False, "enable_tensorboard": True}
+    sections["checkpoint"] |= {"enable_checkpoint": False}
+    sections["profiling"] |= {"enable_profiling": False}
     lines = []
     for section, values in sections.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     path = folder / f"{loss}.toml"
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join([*lines, ""]))
     return path
 
 
