@@ -24,6 +24,7 @@ from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option
 from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.core.plot_style import WIDTH, in_words, legend_below, looks, subplots
 from linrnn.runs.environment import command_line
@@ -97,11 +98,11 @@ def prepare(config: BenchConfig, folder: Path) -> None:
     texts, size = [], 0
     for path in sorted(Path(config.texts or sysconfig.get_paths()["stdlib"]).rglob("*.*")):
         if path.suffix in SUFFIXES and not {"site-packages", "dist-packages"} & {*path.parts}:
-            texts.append(path.read_text(errors="replace"))
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
             size += len(texts[-1])
             if size >= config.text_mib << 20:
                 break
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_text(folder / "texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = bytes_, decoders.ByteLevel()
@@ -118,14 +119,14 @@ def prepare(config: BenchConfig, folder: Path) -> None:
     }  # fmt: skip
     for fused in (False, True):
         switches = {"fuse_cross_entropy": not fused, "fuse_linear_cross_entropy": fused}
-        (folder / f"gla_{'fused' if fused else 'logits'}.json").write_text(json.dumps({**model, **switches}))
-    (folder / f"{SWITCH}.py").write_text(SWITCH_SOURCE)
+        write_text(folder / f"gla_{'fused' if fused else 'logits'}.json", json.dumps({**model, **switches}))
+    write_text(folder / f"{SWITCH}.py", SWITCH_SOURCE)
 
 
 def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> Path:
     """flame/models/fla.toml with the changes of a run, in a file of the same form. Returns its path."""
     model, length = folder / f"gla_{'fused' if LOSSES[loss][1] else 'logits'}.json", config.seq_len
-    sections = tomllib.loads((source / "flame" / "models" / "fla.toml").read_text())
+    sections = tomllib.loads((source / "flame" / "models" / "fla.toml").read_text(encoding="utf-8"))
     sections["job"] |= {"dump_folder": str(folder / loss)}
     sections["model"] |= {"config": str(model), "tokenizer_path": str(folder / "tokenizer")}
     sections["training"] |= {
@@ -141,7 +142,7 @@ def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> 
     for section, values in sections.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     path = folder / f"{loss}.toml"
-    path.write_text("\n".join([*lines, ""]))
+    write_text(path, "\n".join([*lines, ""]))
     return path
 
 
