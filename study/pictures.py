@@ -1,41 +1,39 @@
-"""Draw the pictures of README and docs from committed rows into results/figures/: `python -m study.pictures`."""
+"""Draw the pictures of README and the study from committed rows into results/figures/: `python -m study.pictures`.
+
+Each is written as a PNG and as an SVG. A title says what was found, with figures from claims.yaml.
+"""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.common import read_runs
 from benchmarks.loss_pictures import hero
 from benchmarks.loss_rows import Row, read_rows, rows_for
+from benchmarks.steps_rows import AGAIN, BASELINE, EAGER
 from benchmarks.steps_rows import Row as StepRow
 from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
-from linrnn.core.plot_style import looks, save
-from linrnn.report.plots import memory_parts
+from linrnn.core.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
+from linrnn.report.curves import difference
+from linrnn.report.plots.learning import band
 from linrnn.report.plots.select import named
 from linrnn.report.runs import read_committed
-from linrnn.report.targets import Verdict
-from linrnn.report.verdicts import CONTROL
+from linrnn.report.verdicts import CONTROL, EXACT
 from linrnn.runs.step_parts import parts_of_step
-from study.changes import changes_of_loss
-from study.changes_picture import changed_losses
-from study.criteria import CRITERIA, FINAL_LOSS, FOLDERS, verdicts
-from study.distances import distances
-from study.filter_speed import filter_speeds
-from study.filter_speed_picture import filter_speed_up
-from study.fine_tuning import distances_from_compiled
+from study.criteria import FINAL_LOSS, FOLDERS
 from study.gradient_noise import draw as draw_noise
 from study.largest_batches import largest_batches
-from study.overview import overview
-from study.points import Row as ForestRow
-from study.points import batch_rows, difference_rows, loss_rows, peak_rows, speed_rows, study_rows
-from study.searches import batch_verdicts, searches_on_the_h100
-from study.step_parts import step_parts
-from study.step_speed import step_peaks, step_speeds
+from study.measures import GIB, claim, told
+from study.searches import searches_on_the_h100
+from study.step_parts import draw_parts
+from study.step_speed import CHECKPOINTING
 
-GPUS, FOLLOW_UPS, HERO = (FOLDERS[key] for key in ("gpus", "follow_ups", "hero"))
+MARGIN = FINAL_LOSS.bound  # nats
 
 
 def draw(results: Path, output: Path) -> list[Path]:
@@ -46,149 +44,294 @@ def draw(results: Path, output: Path) -> list[Path]:
     """
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
-        "study_at_a_glance": at_a_glance,
-        "peak_memory": peak_memory,
+        "step_by_loss": step_by_loss,
+        "step": step,
+        "speed_by_vocabulary": speed_by_vocabulary,
         "largest_batch": largest_batch,
+        "final_loss": final_loss,
         "filters": filters,
-        "filter_speed": filter_speed,
-        "fine_tuning": fine_tuning,
-        "follow_up_losses": follow_up_losses,
-        "step_parts": parts_of_steps,
         "gradient_noise": gradient_noise,
     }
-    return [save(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
+    return [_written(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
 
+def _written(figure: Any, path: Path) -> Path:
+    """The SVG keeps its text as text, and holds neither dates nor random names: the same rows give the same file."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    return save(figure, path)
+
+
+def colour_of(loss: str) -> str:
+    return str(LOSSES[loss_of(loss)][0])
+
+
+# ----------------------------------------------------------------------------------------------------------- README
 def loss_layer(results: Path) -> Any:
-    """The loss layer's time against its memory for every loss, on two shapes."""
+    """The output layer's time against its memory for every loss, on two shapes."""
     directory = results / "bench_loss" / FOLDERS["device"]
     measured = [row for path in sorted(directory.glob("*.json")) for row in read_rows(path) if row.set == "shapes"]
     rows = rows_for("shapes", measured).values()  # of one process: other sets hold other backends
-    own = [row for row in rows if row.shape in HERO and row.logits == "peaked" and row.gradients == "bf16"]
-    if {row.shape for row in own} != set(HERO):
-        raise DataError(f"{directory} lacks rows of {' or '.join(HERO)}", "python benchmarks/loss.py set=shapes")
-    return hero(own, HERO, _device(directory, own))
-
-
-def at_a_glance(results: Path) -> Any:
-    """Every verdict of the study, a strip for each question."""
-    return overview(study_points(results))
-
-
-def study_points(results: Path) -> list[ForestRow]:
-    """The study's verdicts, as the overview draws them."""
-    kept: dict[tuple[Any, ...], ForestRow] = {}  # if a model was measured twice in a setting, the later row is kept
-    losses = []
-    for group in FOLDERS["groups"]:
-        directory = results / "summaries" / group
-        runs = read_committed(directory)
-        found = verdicts(runs)
-        kept.update({(row.verdict.target, row.name, row.verdict.against): row for row in study_rows(runs, found)})
-        losses += loss_rows(found) if group == FOLDERS["seeds"] else []
-    *alike, _ = steps = _steps(results)
-    for row in peak_rows([verdict for rows in alike for verdict in step_peaks(rows)]):
-        kept[row.verdict.target, row.name, row.verdict.against] = row
-    batches = batch_rows(batch_verdicts(searches_on_the_h100(results)))
-    speeds = [one for rows in steps for one in step_speeds(rows)]
-    return [*speed_rows(speeds), *batches, *kept.values(), *losses, *_filter_rows(results)]
-
-
-def _steps(results: Path) -> list[list[StepRow]]:
-    """The rows of whole steps, those with each loss's largest batch last."""
-    return [
-        [row for name in names for row in read_rows_of_steps(results / "bench_steps" / f"{FOLDERS['device']}{name}")]
-        for names in (*FOLDERS["steps"], FOLDERS["steps_at_largest"])
-    ]
-
-
-def _filter_rows(results: Path) -> list[ForestRow]:
-    """The study's rows on filters, and on losses at 448 M parameters."""
-
-    def found(group: str) -> list[Verdict]:
-        return verdicts(read_committed(results / "summaries" / group))
-
-    rows: list[ForestRow] = []
-    for panel in FOLDERS["panels"]:
-        for group, words in panel["groups"].items():
-            rows += difference_rows(found(group), CRITERIA[panel["criterion"]], panel["title"], words)
-    for model, group in FOLDERS["fine_tuning"]["groups"].items():
-        words = {"cce_filter": f"{model}, cce_filter (ours, samples)", CONTROL: f"{model}, control"}
-        rows += difference_rows(found(group), FINAL_LOSS, "Fine-tuned at 448 M, minus compiled's", words)
-    return rows
-
-
-def peak_memory(results: Path) -> Any:
-    """Peak memory by component for GLA 1b3, without and with activation checkpointing."""
-    runs = []
-    for kind, group in FOLDERS["peak_memory"].items():
-        own = read_committed(results / "summaries" / group)
-        runs += [run for run in own if run.summary["activation_checkpointing"] == kind]
-    return memory_parts(runs)
-
-
-def largest_batch(results: Path) -> Any:
-    """The largest batches on an H100, from searches with an exact result."""
-    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact and search.batch]
-    return largest_batches(answers, "How many sequences of a 1.3B model fit on an H100 of 80 GB?")
-
-
-def filters(results: Path) -> Any:
-    """Pretraining with filters that drop entries or tiles, or sample entries: distances from compiled's losses."""
-    words_of = FOLDERS["filters"]["losses"]
-    runs = named(read_committed(results / "summaries" / FOLDERS["filters"]["group"]))
-    bases = {run.summary["seed"]: run for run, name in runs if name == "compiled"}
-    found = looks([look for _, look in words_of.values()])
-    curves = {
-        words: (found[look], [(run, bases[run.summary["seed"]]) for run, name in runs if name == loss])
-        for loss, (words, look) in words_of.items()
-    }
-    texts = "Training: a slice of Wikipedia, read at most once", "Validation: WikiText-103"
-    return distances(curves, texts, "GLA of 10 M parameters from random weights, with filters of three rules")
-
-
-def filter_speed(results: Path) -> Any:
-    """The speed-up of the filter's gradients on the grid's shapes that it filters, on each GPU."""
-    return filter_speed_up(
-        {gpu: list(filter_speeds(results / "bench_loss" / name)) for gpu, name in FOLDERS["gpus"].items()}
-    )
-
-
-def fine_tuning(results: Path) -> Any:
-    """How far fine-tuning with filters and with exact losses ends from torch.compile's, for each model of 350M."""
-    groups = FOLDERS["fine_tuning"]["groups"].items()
-    found = {name: verdicts(read_committed(results / "summaries" / group)) for name, group in groups}
-    return distances_from_compiled(found, FOLDERS["fine_tuning"]["losses"])
-
-
-def follow_up_losses(results: Path) -> Any:
-    """What float8 blocks and shared projections change in the training loss, at three sizes."""
-    return changed_losses(
-        {size: changes_of_loss(read_committed(results / "summaries" / group)) for size, group in FOLLOW_UPS.items()}
-    )
-
-
-def parts_of_steps(results: Path) -> Any:
-    """What a step's time divides into once the loss layer is cheap, for each model of 1.3B."""
-    directory = results / "summaries" / "breakdown"
-    found = {
-        words: parts_of_step(read_object(directory / f"{name}.json", ("run", "time")))
-        for words, name in FOLDERS["breakdowns"].items()
-    }
-    return step_parts(found, "Where a step of a 1.3B model goes, 8 x 2,048 tokens on an H100, with cce_kahan")
-
-
-def gradient_noise(results: Path) -> Any:
-    """How much noise the sampled gradient adds to a batch's own."""
-    _, *lines = (results / "gradient_noise" / f"{GPUS['H200']}.jsonl").read_text().splitlines()
-    return draw_noise([json.loads(line) for line in lines])
+    own = [row for row in rows if row.shape in FOLDERS["hero"] and row.logits == "peaked" and row.gradients == "bf16"]
+    if {row.shape for row in own} != set(FOLDERS["hero"]):
+        raise DataError(f"{directory} lacks rows of {FOLDERS['hero']}", "python benchmarks/loss.py set=shapes")
+    return hero(own, FOLDERS["hero"], _device(directory, own))
 
 
 def _device(directory: Path, rows: list[Row]) -> str:
     """The GPU's name, from runs.jsonl."""
     origins = {row.run for row in rows}
     runs = [run for name, run in read_runs(directory).items() if name in origins]
-    names = {gpu["name"] for run in runs for gpu in run["environment"]["gpus"]}
-    return ", ".join(sorted(names))
+    return ", ".join(sorted({gpu["name"] for run in runs for gpu in run["environment"]["gpus"]}))
+
+
+def step_by_loss(results: Path) -> Any:
+    """One step of GLA 1.3B with each loss: time and peak memory. It draws whatever losses the folder's rows hold."""
+    directory = results / "bench_steps" / FOLDERS["step_by_loss"]
+    rows = [row for row in read_rows_of_steps(directory) if _plain_gla(row) and row.loss != AGAIN]
+    if not rows:
+        raise DataError(
+            f"{directory} has no rows of GLA 1.3B", "name another folder in study/folders.yaml, step_by_loss"
+        )
+    rows.sort(key=lambda row: -(row.step_ms or math.inf))
+    figure, (times, memory) = subplots(1, 2, figsize=(8, 1.3 + 0.36 * len(rows)), sharey=True)
+    for axes, key, form in ((times, "step_ms", "{:.0f} ms"), (memory, "peak_gib", "{:.0f} GiB")):
+        values = [getattr(row, key) for row in rows]
+        most = max(value for value in values if value)
+        for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+            if value is None:
+                axes.text(0, place, "  out of memory", va="center", fontsize=9, color="#B2182B")
+                continue
+            axes.barh(place, value, color=colour_of(row.loss), height=0.66)
+            axes.text(value, place, f" {form.format(value)}", va="center", fontsize=9)
+        axes.set_xlim(0, 1.2 * most)
+        axes.grid(visible=False, axis="y")
+    times.set_yticks(range(len(rows)), [told(row.loss) for row in rows])
+    times.set_ylim(len(rows) - 0.5, -0.5)
+    times.set_title("time of a step", loc="left")
+    memory.set_title("peak memory", loc="left")
+    ours = next(row for row in rows if row.loss == EXACT)
+    slowest = next(row for row in rows if row.step_ms)
+    assert slowest.step_ms is not None
+    assert ours.step_ms is not None
+    more = 100 * (slowest.step_ms / ours.step_ms - 1)
+    gpus = {gpu["name"] for run in read_runs(directory).values() for gpu in run["environment"]["gpus"]}
+    figure.suptitle(f"One step of GLA 1.3B: {told(slowest.loss)} takes {more:.0f} % longer than cce_kahan")
+    batch = f"{rows[0].batch} x {rows[0].seq:,} tokens, vocabulary {rows[0].v:,}"
+    note = f"{', '.join(sorted(gpus))}, {batch}, bf16, no checkpointing, {ours.rounds} interleaved repetitions."
+    legend_below(figure, {}, note)
+    return figure
+
+
+def _plain_gla(row: StepRow) -> bool:
+    words = ("checkpointing", "compile", "float8", "cuda_graph", "chunk_size", "shared")
+    return (row.model, row.size, row.v) == ("gla", "1b3", 128256) and not any(word in row.line for word in words)
+
+
+# ------------------------------------------------------------------------------------------------------------ study
+def step(results: Path) -> Any:
+    """Where a step's time goes for each model, and GLA's peak memory with each loss."""
+    directory = results / "summaries" / "breakdown"
+    found = {
+        words: read_object(directory / f"{name}.json", ("time", "memory"))
+        for words, name in FOLDERS["breakdowns"].items()
+    }
+    figure, (times, memory) = subplots(1, 2, figsize=(9, 4.3), width_ratios=(1.3, 1))
+    bars = draw_parts(times, {words: parts_of_step(one) for words, one in found.items()})
+    times.set_xlim(0, 1.16 * times.get_xlim()[1])
+    times.set_xlabel("ms of a step with cce_kahan")
+    times.set_title("time: four models of 1.3B", loc="left")
+    times.grid(visible=False, axis="y")
+    without = found["GLA"]["memory"]["peak/without_loss_layer"]["measured"] / GIB
+    _peaks(memory, read_rows_of_steps(results / "bench_steps" / FOLDERS["device"]), without)
+    figure.suptitle(
+        f"At 1.3B the loss is {claim('loss_part')['text']} of a step, and without checkpointing the layers set the peak"
+    )
+    legend_below(figure, bars, "One H100, 8 x 2,048 tokens, vocabulary 128,256.")
+    return figure
+
+
+def _peaks(axes: Any, rows: Sequence[StepRow], without: float) -> None:
+    """GLA's peak with each loss, without and with checkpointing, and what remains of it without any output layer."""
+    own = [row for row in rows if (row.model, row.size, row.v) == ("gla", "1b3", 128256) and row.loss != AGAIN]
+    order = (EAGER, BASELINE, "liger", EXACT)
+    ticks, labels, place = [], [], 0.0
+    for kind in ("no", "full"):
+        here = [row for row in own if (CHECKPOINTING in row.line) == (kind == "full")]
+        axes.text(0, place - 0.62, f"{kind} checkpointing", fontsize=9, fontweight="bold", va="bottom")
+        for row in sorted(here, key=lambda row: order.index(row.loss)):
+            if row.peak_gib:
+                axes.barh(place, row.peak_gib, color=colour_of(row.loss), height=0.72)
+                axes.text(row.peak_gib, place, f" {row.peak_gib:.1f}", va="center", fontsize=8.5)
+            else:
+                axes.text(0, place, "  out of memory", va="center", fontsize=8.5, color="#B2182B")
+            ticks.append(place)
+            labels.append(told(row.loss))
+            place += 1
+        if kind == "no":
+            axes.barh(place, without, color=PALE, height=0.72)
+            axes.text(without, place, f" {without:.1f}", va="center", fontsize=8.5)
+            ticks.append(place)
+            labels.append("no output layer at all")
+            place += 2
+    axes.set_yticks(ticks, labels)
+    axes.set_ylim(place - 0.4, -1.4)
+    axes.set_xlim(0, 78)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("peak of a step, GiB")
+    axes.set_title("memory: GLA with each loss", loc="left")
+
+
+def speed_by_vocabulary(results: Path) -> Any:
+    """By how much steps with ours are faster than with each baseline, by vocabulary: lowest to highest setting."""
+    panels = {"350M, as CUDA graphs": ("350m", FOLDERS["steps"]), "1.3B": ("1b3", FOLDERS["steps"])}
+    figure, grid = subplots(1, 2, figsize=(8, 3.9), sharey=True, width_ratios=(1.5, 1))
+    noise = _gains(results, FOLDERS["steps"], AGAIN, "")
+    for axes, (title, (size, folders)) in zip(grid, panels.items(), strict=True):
+        found = {loss: _gains(results, folders, loss, size) for loss in (EAGER, "liger", BASELINE)}
+        sizes = sorted({v for gains in found.values() for v in gains})
+        spread = [abs(gain) for v, gains in noise.items() for gain in gains if v in sizes]
+        axes.axhspan(-max(spread), max(spread), color=PALE, zorder=0)
+        for loss, gains in found.items():
+            _ranges(axes, [sizes.index(v) for v in gains], list(gains.values()), loss)
+        axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
+        axes.set_xticks(range(len(sizes)), [f"{v:,}" for v in sizes])
+        axes.set_xlim(-0.5, len(sizes) - 0.2)
+        axes.set_xlabel("vocabulary")
+        axes.set_title(title)
+        axes.grid(visible=False, axis="x")
+    most = claim("gain_compiled_350m")["text"].split(" to ")[1]
+    grid[0].set_ylim(top=40)
+    grid[0].set_ylabel("cce_kahan's steps are faster by, %")
+    figure.suptitle(f"Over torch.compile at most {most}; over eager and Liger more with the vocabulary")
+    note = (
+        "Bars: lowest to highest of models and checkpointing. Grey: the A/A test, torch.compile built twice. One H100."
+    )
+    legend_below(figure, {}, note)
+    return figure
+
+
+def _gains(results: Path, folders: list[list[str]], loss: str, size: str) -> dict[int, list[float]]:
+    """Percent by which ours is faster than `loss`, by vocabulary. Of AGAIN: how far torch.compile is from itself."""
+    found: dict[int, list[float]] = {}
+    for name in (name for names in folders for name in names):
+        rows = read_rows_of_steps(results / "bench_steps" / f"{FOLDERS['device']}{name}")
+        by_loss = {(row.line, row.loss): row for row in rows}
+        for row in rows:
+            base = by_loss.get((row.line, BASELINE if loss == AGAIN else loss))
+            wanted = row.loss == (AGAIN if loss == AGAIN else EXACT) and row.size == (size or row.size)
+            cpu_bound = row.size == "350m" and "cuda_graph" not in row.line
+            if wanted and not cpu_bound and base and base.wall_ms and row.wall_ms:
+                ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+                found.setdefault(row.v, []).append(100 * (median(ratios) - 1))
+    return dict(sorted(found.items()))
+
+
+def _ranges(axes: Any, places: Sequence[int], values: Sequence[Sequence[float]], loss: str) -> None:
+    """A bar from the lowest to the highest value at each place, a line through their means, and a name at its end."""
+    colour = colour_of(loss)
+    means = [fmean(own) for own in values]
+    axes.plot(places, means, color=colour, linewidth=1.3, marker="o", markersize=5)
+    axes.vlines(
+        places, [min(own) for own in values], [max(own) for own in values], color=colour, linewidth=5, alpha=0.45
+    )
+    if places:
+        axes.annotate(
+            f"than {told(loss)}",
+            (places[-1], max(values[-1])),
+            (12, 5),
+            textcoords="offset points",
+            ha="right" if len(places) > 1 else "center",
+            color=colour,
+            fontsize=9,
+        )
+
+
+def largest_batch(results: Path) -> Any:
+    """The largest batches on an H100, from searches with an exact result."""
+    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact and search.batch]
+    low, high = claim("batch_full")["text"].split(" to ")
+    return largest_batches(
+        answers, f"With full checkpointing {low} to {high} times torch.compile's batch fits; Liger's is the same"
+    )
+
+
+def final_loss(results: Path) -> Any:
+    """Final training losses minus torch.compile's, a dot a seed, over the band of the noise-floor run."""
+    panels = {"10M parameters, 5M tokens": FOLDERS["seeds"], "448M parameters, 8M tokens": "pretrain_filter"}
+    figure, grid = subplots(1, 2, figsize=(8, 3.9), width_ratios=(1.5, 1))
+    for axes, (title, group) in zip(grid, panels.items(), strict=True):
+        runs = [run.summary for run in read_committed(results / "summaries" / group) if run.finished]
+        bases = {run["seed"]: run["train_loss_nats"] for run in runs if run["loss"] == BASELINE}
+        found: dict[str, list[float]] = {}
+        for run in runs:
+            if run["loss"] != BASELINE:
+                found.setdefault(run["loss"], []).append(run["train_loss_nats"] - bases[run["seed"]])
+        noise = found.pop(CONTROL)
+        axes.axhspan(min(noise), max(noise), color=PALE, zorder=0)
+        axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
+        order = [loss for loss in (EAGER, "liger", "fla", EXACT, "cce_filter") if loss in found]
+        for place, loss in enumerate(order):
+            own = found[loss]
+            spots = [place + 0.3 * (number / max(len(own) - 1, 1) - 0.5) for number in range(len(own))]
+            axes.plot(spots, own, "o", color=colour_of(loss), markersize=4.5, alpha=0.75)
+            axes.hlines(fmean(own), place - 0.3, place + 0.3, color=colour_of(loss), linewidth=2)
+        axes.set_xticks(
+            range(len(order)), [told(loss).replace(" (", "\n(").replace(" fused", "\nfused") for loss in order]
+        )
+        axes.set_xlim(-0.6, len(order) - 0.4)
+        axes.grid(visible=False, axis="x")
+        axes.set_title(title)
+    grid[0].set_ylabel("final loss minus torch.compile's, nats")
+    figure.suptitle("Losses end about as far from torch.compile as rounding alone moves them")
+    legend_below(
+        figure,
+        {},
+        "A dot is a seed, a line their mean. Grey: the noise-floor run, torch.compile with its last bits moved.",
+    )
+    return figure
+
+
+def filters(results: Path) -> Any:
+    """Pretraining with filters that drop entries or tiles, or sample entries: distances from torch.compile's losses."""
+    words_of = {loss: said for loss, said in FOLDERS["filters"]["losses"].items() if loss != EXACT}
+    runs = named(read_committed(results / "summaries" / FOLDERS["filters"]["group"]))
+    bases = {run.summary["seed"]: run for run, name in runs if name == BASELINE}
+    found = looks([look for _, look in words_of.values()])
+    figure, (steps, ends) = subplots(1, 2, figsize=(8, 4.2), width_ratios=(1.9, 1))
+    short = {"paper": "dropped", "cce_filter": "\nsampled", "cce_apple": "Apple's", CONTROL: "\nnoise floor"}
+    heights = {"paper": 0.17, "cce_apple": -0.075, "cce_filter": 0.035}  # of the curves' names
+    for place, (loss, (words, look)) in enumerate(words_of.items()):
+        pairs = [(run, bases[run.summary["seed"]]) for run, name in runs if name == loss]
+        curves = [difference(run.losses, base.losses) for run, base in pairs]
+        band(steps, curves, Look(found[look].colour, "", "full", "-"))
+        if look in heights:
+            steps.text(305, heights[look], words.replace("`", ""), ha="right", color=found[look].colour, fontsize=9)
+        above = [run.summary["valid_loss_nats"] - base.summary["valid_loss_nats"] for run, base in pairs]
+        ends.plot([place] * len(above), above, "o", color=found[look].colour, markersize=4.5, alpha=0.7)
+    for axes, text in ((steps, "training loss"), (ends, "validation loss, WikiText-103")):
+        axes.axhspan(-MARGIN, MARGIN, color=PALE, zorder=0)
+        axes.set_title(text, loc="left")
+    steps.set_xlabel("optimizer step")
+    steps.set_ylabel("nats above torch.compile")
+    ends.set_xlim(-0.6, len(words_of) - 0.4)
+    steps.set_ylim(bottom=-0.09)
+    ends.set_xticks(range(len(words_of)), [short[look] for _, look in words_of.values()])
+    figure.suptitle(
+        f"Dropping small gradients costs {claim('dropped_loss')['text']} nats; sampling them costs nothing measurable"
+    )
+    note = f"GLA, 10M parameters, 5M tokens, 12 seeds. Bands: lowest to highest seed. Grey: ±{MARGIN} nats."
+    legend_below(figure, {}, note)
+    return figure
+
+
+def gradient_noise(results: Path) -> Any:
+    """How much noise the sampled gradient adds to a batch's own."""
+    _, *lines = (results / "gradient_noise" / f"{FOLDERS['gpus']['H200']}.jsonl").read_text().splitlines()
+    return draw_noise([json.loads(line) for line in lines])
 
 
 if __name__ == "__main__":

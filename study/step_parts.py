@@ -7,14 +7,14 @@ from linrnn.core.plot_style import close_bars, subplots
 
 # The drawn parts of a step: their words, the parts of a breakdown that they hold, and their colours.
 PARTS = {
-    "projections of the mixer": (("mixer/projections",), "#7C8DA0"),
-    "scan or attention, convolutions, gates": (("mixer/scan",), "#E0A526"),
+    "linear layers of the mixer": (("mixer/projections",), "#7C8DA0"),
+    "token mixing": (("mixer/scan",), "#E0A526"),
     "MLP": (("mlp",), "#AAB7C4"),
-    "loss layer": (("loss",), "#C03A2B"),
+    "output layer and loss": (("loss",), "#C03A2B"),
     "optimizer": (("optimizer",), "#DCCFA8"),
-    "norms, embedding and the rest": (("norms", "embedding", "the rest"), "#E4E4E4"),
+    "norms, embedding, rest": (("norms", "embedding", "the rest"), "#E4E4E4"),
 }
-NARROW = 0.03  # a share of a step whose label would not fit into its segment
+NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 
 def step_parts(steps: Mapping[str, Mapping[str, float]], title: str) -> Any:
@@ -24,6 +24,13 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], title: str) -> Any:
         steps: a model in words → seconds by part (:func:`linrnn.runs.step_parts.parts_of_step`).
     """
     figure, axes = subplots(1, 1, figsize=(9, 1.6 + 0.48 * len(steps)))
+    bars = draw_parts(axes, steps)
+    close_bars(figure, axes, bars, title, "ms of a step, forward and backward pass together")
+    return figure
+
+
+def draw_parts(axes: Any, steps: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The bars of :func:`step_parts`; returns what a legend shows."""
     bars: dict[str, Any] = {}
     for place, parts in enumerate(steps.values()):
         left, step = 0.0, sum(parts.values())
@@ -31,15 +38,15 @@ def step_parts(steps: Mapping[str, Mapping[str, float]], title: str) -> Any:
             seconds = sum(parts[part] for part in held)
             bars[words] = axes.barh(place, 1e3 * seconds, left=1e3 * left, color=colour, height=0.7)
             if seconds > NARROW * step:
-                middle = 1e3 * (left + seconds / 2)
-                dark = words == "loss layer"
-                label = f"{100 * seconds / step:.0f} %"
-                axes.text(
-                    middle, place, label, ha="center", va="center", fontsize=8.5, color="white" if dark else "black"
-                )
+                label = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 8.5,
+                    "color": "white" if "loss" in held else "black",
+                }
+                axes.text(1e3 * (left + seconds / 2), place, f"{100 * seconds / step:.0f} %", **label)
             left += seconds
         axes.text(1e3 * left, place, f"  {1e3 * step:.0f} ms", va="center", fontsize=8.5)
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
-    close_bars(figure, axes, bars, title, "ms of a step, forward and backward pass together")
-    return figure
+    return bars

@@ -1,46 +1,55 @@
-"""The study's pictures are those of the committed rows, with every verdict drawn and counted."""
+"""The study's pictures are those of the committed rows."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.steps_rows import AGAIN
-from linrnn.report.verdicts import CONTROL
 from linrnn.runs.intervals import Estimate
 from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from study import pictures
-from study.points import panels_of
 from study.step_parts import step_parts
 
 ROOT = Path(__file__).resolve().parents[2]
+GLA = {"model": "gla", "size": "1b3", "v": 128256, "line": "model=gla", "batch": 8, "seq": 2048, "rounds": 6}
+LOSSES = (("standard", None, None), ("cce_kahan", 400.0, 57.0), ("fla fuse_linear=false", 410.0, 70.0))
 
 
-def test_the_overview_draws_every_point_and_counts_the_answers() -> None:
-    figure, points = pictures.at_a_glance(ROOT / "results"), pictures.study_points(ROOT / "results")
-    panels = panels_of(points)
-    assert len(figure.axes) == len(panels) > 9
-    for axes, own in zip(figure.axes, panels, strict=True):
-        markers = [line for line in axes.lines if len(line.get_xdata()) == 1]
-        assert sorted(line.get_xdata()[0] for line in markers) == sorted(row.verdict.value or 0 for row in own)
-        hollow = [line for line in markers if line.get_markerfacecolor() == "white"]
-        assert len(hollow) == sum(row.verdict.verdict == "inconclusive" for row in own)
-        question, *counts = [text.get_text() for text in axes.texts]
-        assert f"{own[0].verdict.target.bound:g}" in question
-        judged = [row.verdict for row in own if row.verdict.backend not in (AGAIN, CONTROL)]
-        by_base = {base: [v for v in judged if v.against == base] for base in ("compiled", "standard")}
-        told = []
-        for base, found in by_base.items():
-            met, open_ones = (sum(v.verdict == answer for v in found) for answer in ("reached", "inconclusive"))
-            words = f"{met} of {len(found)} reached" + (f", {open_ones} inconclusive" if open_ones else "")
-            head = {"compiled": "against compiled: ", "standard": "against eager: "}[base]
-            told += [head * own[0].verdict.target.metric.ratio + words] if found else []
-        assert counts == told, question
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return pictures.draw(ROOT / "results", tmp_path_factory.mktemp("figures"))
 
 
-def test_every_committed_picture_is_drawn_from_committed_rows(tmp_path: Path) -> None:
+def test_every_committed_picture_is_drawn_from_committed_rows(drawn: list[Path]) -> None:
     committed = ROOT / "results" / "figures"
-    drawn = pictures.draw(ROOT / "results", tmp_path)
-    assert {path.name for path in drawn} == {path.name for path in committed.glob("*.png")}
+    names = {path.with_suffix(suffix).name for path in drawn for suffix in (".png", ".svg")}
+    assert names == {path.name for path in committed.iterdir()}
+
+
+def test_the_committed_pictures_say_what_the_rows_say(drawn: list[Path]) -> None:
+    def words(path: Path) -> list[str | None]:
+        return [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+    for path in (picture.with_suffix(".svg") for picture in drawn):
+        assert words(path) == words(ROOT / "results" / "figures" / path.name), "python -m study.pictures"
+
+
+def test_a_step_is_drawn_with_whatever_losses_the_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(pictures.FOLDERS, "step_by_loss", "made_up")
+    rows = [SimpleNamespace(**GLA, loss=loss, step_ms=ms, peak_gib=gib) for loss, ms, gib in LOSSES]
+    monkeypatch.setattr(pictures, "read_rows_of_steps", lambda _: rows)
+    monkeypatch.setattr(pictures, "read_runs", lambda _: {"a": {"environment": {"gpus": [{"name": "a GPU"}]}}})
+    figure = pictures.step_by_loss(ROOT / "results")
+    times, memory = figure.axes
+    assert [label.get_text() for label in times.get_yticklabels()] == [
+        "eager",
+        "FLA's default loss",
+        "cce_kahan (ours)",
+    ]
+    assert [bar.get_width() for bar in times.patches] == [410.0, 400.0]
+    assert [bar.get_width() for bar in memory.patches] == [70.0, 57.0]
+    assert "FLA's default loss takes 2 % longer" in figure.get_suptitle()
 
 
 def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:

@@ -16,16 +16,16 @@ from typing import Any
 LOSSES = {
     "standard": ("#000000", "X", "eager PyTorch"),
     "compiled": ("#8C8C8C", "s", "torch.compile"),
-    "compiled_nudged": ("#BBBBBB", "<", "the control of loss curves"),
+    "compiled_nudged": ("#BBBBBB", "<", "noise floor"),
     "cce_kahan": ("#0072B2", "o", "ours, exact"),
-    "cce_filter": ("#56B4E9", "^", "ours, filtered"),
+    "cce_filter": ("#56B4E9", "^", "ours, samples"),
     "liger": ("#D55E00", "v", "Liger"),
     "fla": ("#E69F00", "P", "flash-linear-attention"),
     "torch_native": ("#009E73", "h", "PyTorch"),
     "cce_apple": ("#CC79A7", "D", "Apple's cce"),
     "quack": ("#117733", "H", "QuACK"),
     "paper": ("#882255", "d", "presets of the CCE paper"),
-    "three_products_cublas": ("#332288", "*", "the floor"),
+    "three_products_cublas": ("#332288", "*", "lower bound"),
     "fp32_logits": ("#7A5C3E", "p", "fp32 logits"),
 }
 SIZES = {"s": 9.5, "X": 9}  # marker sizes in points: a baseline stays visible behind a loss with the same value

@@ -1,0 +1,250 @@
+"""The figures of claims.yaml, each from the committed rows that its claim names."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
+from linrnn.core.errors import ConfigError
+from linrnn.core.files import read_object
+from linrnn.core.plot_style import in_words, loss_of
+from linrnn.report.runs import read_committed
+from linrnn.report.verdicts import CONTROL, EXACT
+from linrnn.runs.step_parts import parts_of_step
+from study.criteria import CRITERIA, FOLDERS, verdicts
+from study.filter_speed import filter_speeds
+from study.searches import batch_verdicts, searches_on_the_h100
+from study.step_speed import StepSpeed, step_speeds
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
+GIB = 2**30
+NAMES = {  # of losses, for a reader
+    EAGER: "eager",
+    BASELINE: "torch.compile",
+    AGAIN: "torch.compile, built twice",
+    CONTROL: "noise-floor run",
+    "liger": "Liger",
+    "fla": "FLA's fused loss",
+    "fla fuse_linear=false": "FLA's default loss",
+}
+OURS = (EXACT, "cce_filter")
+Measured = Iterable[tuple[float, int]]  # values, and how many rounds, pairs or seeds are behind each
+Where = dict[str, Any]
+UNITS: dict[str, Callable[[float], float]] = {
+    "percent": lambda value: 100 * value,
+    "gain": lambda value: 100 * (value - 1),  # of a ratio, in percent
+}
+
+
+def told(loss: str) -> str:
+    """A loss in a reader's words."""
+    return NAMES.get(loss) or (f"{loss_of(loss)} (ours)" if loss_of(loss) in OURS else in_words(loss))
+
+
+# ---------------------------------------------------------------------------------------------- measures of claims.yaml
+def loss_layer(folder: str, where: Where, field: str, of: str | None = None) -> Measured:
+    """A field of the rows of benchmarks/loss.py; `of`: divided by that backend's on the same problem."""
+    rows = json.loads((RESULTS / folder / "rows.json").read_text())
+    bases = {_problem(row): row[field] for row in rows if row["set"] == where["set"] and row["backend"] == of}
+    return [
+        (row[field] / (bases[_problem(row)] if of else 1), row["rounds"])
+        for row in rows
+        if all(row[key] == value for key, value in where.items()) and row[field] is not None
+    ]
+
+
+def _problem(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))
+
+
+def step_speed(folders: str | list[str], where: Where, against: str) -> Measured:
+    """Tokens/s of a loss as a multiple of another's in the same process."""
+    return [
+        (one.verdict.value, one.verdict.n)
+        for one in step_speeds(list(_steps(folders)))
+        if one.verdict.against == against and one.verdict.value and _holds(one.row, where)
+    ]
+
+
+def step_time(folders: str | list[str], where: Where, of: str) -> Measured:
+    """The time of a step with a loss, as a multiple of another's in the same rounds."""
+    rows = list(_steps(folders))
+    times = {(row.line, row.loss): row.wall_ms for row in rows if row.wall_ms}
+    return [
+        (median(own / base for own, base in zip(row.wall_ms, times[row.line, of], strict=True)), row.rounds)
+        for row in rows
+        if _holds(row, where) and (row.line, of) in times and row.wall_ms
+    ]
+
+
+def step(folders: str | list[str], where: Where, field: str, less: str | None = None) -> Measured:
+    """A field of the rows of benchmarks/steps.py; `less`: that of this loss, minus the row's own."""
+    rows = list(_steps(folders))
+    bases = {row.line: getattr(row, field) for row in rows if row.loss == less}
+    found = [(getattr(row, field), row) for row in rows if _holds(row, where)]
+    return [(bases[row.line] - value if less else value, row.rounds) for value, row in found if value is not None]
+
+
+def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
+    """How many times as fast a step would be with an output layer that takes no time."""
+    speeds: list[StepSpeed] = step_speeds(list(_steps(folders)))
+    own = [one for one in speeds if one.verdict.against == against and _holds(one.row, where)]
+    return [(one.attainable, one.verdict.n) for one in own if one.attainable]
+
+
+def _steps(folders: str | list[str]) -> Iterator[Row]:
+    for folder in [folders] if isinstance(folders, str) else folders:
+        yield from read_rows(RESULTS / folder)
+
+
+def _holds(row: Row, where: Where) -> bool:
+    """`with` and `without` name a part of the row's line, other keys its fields."""
+    own = {key: value for key, value in where.items() if key not in ("with", "without")}
+    return (
+        all(getattr(row, key) == value for key, value in own.items())
+        and where.get("with", "") in row.line
+        and ("without" not in where or where["without"] not in row.line)
+    )
+
+
+def largest_batch(_: str, where: Where, against: str) -> Measured:
+    """Sequences that fit with our exact loss, as a multiple of another's."""
+    return [
+        (verdict.value, verdict.n)
+        for (model, kind, _), verdict in batch_verdicts(searches_on_the_h100(RESULTS))
+        if (kind, verdict.against) == (where["checkpointing"], against)
+        and model == where.get("model", model)
+        and verdict.value
+    ]
+
+
+def sequences(_: str, where: Where, loss: str) -> Measured:
+    """Sequences that fit with a loss."""
+    return [(searches_on_the_h100(RESULTS)[where["model"], where["checkpointing"], loss].batch, 1)]
+
+
+def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
+    """The value and the 90 % interval of one verdict on a group of runs: min and max are the interval."""
+    [found] = [
+        one
+        for one in verdicts(read_committed(RESULTS / group))
+        if (one.target, one.backend, one.against) == (CRITERIA[criterion], where["loss"], against)
+    ]
+    return [(value, found.n) for value in (found.value, found.low, found.high) if value is not None]
+
+
+def difference(group: str, where: Where, field: str) -> Measured:
+    """A field of runs minus that of torch.compile's run of the same seed."""
+    runs = [run.summary for run in read_committed(RESULTS / group)]
+    bases = {run["seed"]: run[field] for run in runs if run["loss"] == "compiled"}
+    return [(run[field] - bases[run["seed"]], 1) for run in runs if run["loss"] == where["loss"]]
+
+
+def apart(groups: list[str], where: Where, criterion: str) -> Measured:
+    """The values of one kind of verdict in several groups."""
+    return [
+        (one.value, one.n)
+        for group in groups
+        for one in verdicts(read_committed(RESULTS / group))
+        if one.target == CRITERIA[criterion] and one.against == "compiled" and one.value is not None
+        if one.backend in where["losses"]
+    ]
+
+
+def field_of_lines(file: str, where: Where, field: str) -> Measured:
+    """A field of a file of rows, a JSON object a line."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()[1:]]
+    return [(row[field], row["batches"]) for row in rows if all(row[key] == value for key, value in where.items())]
+
+
+def part(folder: str, _: Where, name: str) -> Measured:
+    """A part's share of a step's time, for each model of 1.3B."""
+    found = [parts_of_step(read_object(RESULTS / folder / f"{file}.json", ("run", "time"))) for file in breakdowns()]
+    return [
+        (sum(time for own, time in parts.items() if own in name.split()) / sum(parts.values()), 9) for parts in found
+    ]
+
+
+def memory(folder: str, _: Where, kind: str) -> Measured:
+    """What the output layer adds to a step: in GiB, of its peak, and how much lower the peak is without it."""
+    for file in breakdowns():
+        found = read_object(RESULTS / folder / f"{file}.json", ("memory",))["memory"]
+        own, peak, without = (
+            found[name]["measured"] / GIB for name in ("loss_forward", "peak", "peak/without_loss_layer")
+        )
+        yield {"gib": own, "share": own / peak, "lower": 1 - without / peak}[kind], 1
+
+
+def breakdowns() -> list[str]:
+    """The names of the steps taken apart, one for each model."""
+    return list(FOLDERS["breakdowns"].values())
+
+
+def filter_speed(folders: list[str], _: Where, against: str) -> Measured:
+    """How many times as fast the filter's backward pass is on the shapes that it filters."""
+    found = [one.verdict for folder in folders for one in filter_speeds(RESULTS / folder)]
+    return [(one.value, one.n) for one in found if one.against == against and one.value]
+
+
+def target(_: str, where: Where, name: str) -> Measured:
+    """The bound of a target of criteria.yaml."""
+    return [(CRITERIA[name].bound, 1)]
+
+
+def hours(folder: str, where: Where, dollars: float) -> Measured:
+    """GPU-hours of committed runs, or their price."""
+    found = list(_summaries(folder, where))
+    return [(dollars * sum(run["wall_seconds"] or 0 for run in found) / 3600, len(found))]
+
+
+def runs(folder: str, where: Where, _: str) -> Measured:
+    """How many runs are committed."""
+    return [(len(list(_summaries(folder, where))), 1)]
+
+
+def _summaries(folder: str, where: Where) -> Iterator[dict[str, Any]]:
+    for path in sorted((RESULTS / folder).glob(f"{where.get('group', '*')}/runs.json.xz")):
+        yield from (run.summary for run in read_committed(path.parent))
+
+
+MEASURES: dict[str, Callable[..., Measured]] = {
+    function.__name__: function
+    for function in (
+        loss_layer, step_speed, step_time, step, free_loss, largest_batch, sequences, verdict, difference, apart,
+        field_of_lines, part, memory, filter_speed, target, hours, runs,
+    )
+}  # fmt: skip
+
+
+def claim(name: str) -> dict[str, str]:
+    """A claim's figure as it is shown, and n.
+
+    Raises:
+        ConfigError: no row answers it.
+    """
+    said = CLAIMS[name]
+    (measure, first), *options = said["measure"].items()
+    found = list(MEASURES[measure](said["rows"], said.get("where", {}), first, **dict(options)))
+    if not found:
+        raise ConfigError(f"study/claims.yaml: no row answers {name}", "correct its rows or its where")
+    unit = UNITS[said["as"]] if "as" in said else float
+    values, counts = [unit(value) for value, _ in found], sorted({n for _, n in found})
+    figures = {
+        "value": values[0],
+        "median": median(values),
+        "min": min(values),
+        "max": max(values),
+        "size": max(map(abs, values)),
+        "count": len(values),
+    }
+    return {"text": said["show"].format(**figures), "n": span_of(counts)}
+
+
+def span_of(counts: Sequence[int]) -> str:
+    """5, or 5 to 8."""
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
