@@ -1,4 +1,4 @@
-"""What the site needs beyond MkDocs: the study's pages in the menu, a page for each package, and linked files.
+"""What the site needs beyond MkDocs: folders of pages in the menu, a page for each package, and linked files.
 
 Pages link to files of the repository outside docs/, as a forge shows them. The site takes each linked file in, Markdown
 as a page and everything else as it is. A link to a file that does not exist stays as it is, and MkDocs reports it.

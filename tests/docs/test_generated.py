@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from linrnn.core.errors import ConfigError
-from study import pages
+from study import measures, pages
 
 PAGES = pages.pages()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(pages.ROOT).as_posix())
 def test_a_page_says_what_its_rows_say(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert pages.filled(text, page) == text, "make pages"
@@ -35,14 +35,18 @@ def test_a_changed_claim_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_changed_row_changes_its_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = pages.RESULTS / "gradient_noise" / "nvidia_h200.jsonl"
+    rows = measures.RESULTS / "gradient_noise" / "nvidia_h200.jsonl"
     before = pages.claim("sampling_noise")
     (tmp_path / "gradient_noise").mkdir()
     text = rows.read_text().replace('"sample_over_batch": 0.0054', '"sample_over_batch": 0.0954', 1)
     assert text != rows.read_text()
     (tmp_path / "gradient_noise" / rows.name).write_text(text)
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(measures, "RESULTS", tmp_path)
     assert pages.claim("sampling_noise") != before
+
+
+def test_no_claim_has_the_name_of_a_table() -> None:
+    assert not pages.CLAIMS.keys() & pages.TABLES.keys()
 
 
 def test_an_unknown_place_is_refused() -> None:

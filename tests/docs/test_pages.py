@@ -68,7 +68,7 @@ def test_the_menu_holds_every_page() -> None:
     menu = entries(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"])
     for page in PAGES[1:]:
         name = page.relative_to(ROOT / "docs").as_posix()
-        assert name in menu or f"{name.partition('/')[0]}/" in menu, name
+        assert name in menu or f"{name.rpartition('/')[0]}/" in menu, name
 
 
 def test_the_quickstart_works_from_training_to_the_report(

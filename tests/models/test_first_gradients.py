@@ -1,4 +1,4 @@
-"""Why the norm of GLA's first gradients scatters from run to run: docs/study/h7_follow_ups.md tells it."""
+"""Why the norm of GLA's first gradients scatters from run to run: docs/notes/gla_first_gradients.md tells it."""
 
 from pathlib import Path
 

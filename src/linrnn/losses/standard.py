@@ -110,7 +110,7 @@ class CompiledNudged(Compiled):
 
     The distance between this loss's curve and compiled's shows how far moved last bits drive equal losses apart.
     Entries move by a whole unit in one pattern, where a kernel's rounding follows no pattern. So the control can shift
-    a loss one way, as it does in fine-tuning (docs/study/h3_filter.md).
+    a loss one way, as it does in fine-tuning (docs/study/appendix/e_filters.md).
     """
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
