@@ -1,4 +1,4 @@
-"""The study: its criteria, which folders of results answer them, its tables and its pictures. No part of any wheel.
+"""The study: its targets, which folders of results answer them, its tables and its pictures. No part of any wheel.
 
-criteria.yaml and folders.yaml are the data. Scripts: tables.py (verdicts), pictures.py (results/figures).
+criteria.yaml, folders.yaml and claims.yaml are the data. Scripts: pages.py (figures and tables of pages), pictures.py.
 """

@@ -1,4 +1,8 @@
-"""What float8, compiled blocks and shared projections change in the loss: runs with them beside runs without."""
+"""What float8, compiled layers and shared projections change in the loss: runs with them beside runs without.
+
+A pair is a run with a change, and a run without it, of the same loss, seed and text. Beside float8 and beside a shared
+projection both compile their layers, or neither does. Compiled layers compute the same function, rounded otherwise.
+"""
 
 from collections.abc import Sequence
 
@@ -11,12 +15,6 @@ from study.criteria import FINAL_LOSS, VALID_LOSS
 FLOAT8, BF16 = "trainer.float8=blocks", "trainer.float8=none"
 COMPILED, PLAIN = "trainer.compile=blocks", "trainer.compile=none"
 SHARED = "shared_projection_rank="
-RULES = (
-    "A pair is a run with a change, and a run without it. Both have the same loss, seed and text. Beside float8 and "
-    "beside a shared projection both compile their blocks, or neither does. Compiled blocks compute the same function, "
-    "rounded otherwise: they are the control. The value is the first run's loss minus the second's. Verdicts follow "
-    "the rules above."
-)
 
 
 def changes_of_loss(runs: Sequence[Run]) -> list[Verdict]:

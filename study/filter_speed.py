@@ -1,7 +1,7 @@
 """Verdicts on the speed of the filter's gradients, from the benchmark of the loss layer alone.
 
-A pair is a round of a process. Its value is the time that gradients add to a forward pass, of compiled over the
-filter's. The interval holds the noise of these rounds. It does not hold what differs between processes.
+A pair is an interleaved repetition. Its value is the time that gradients add to a forward pass, of compiled over the
+filter's. The interval holds the noise of these repetitions. It does not hold what differs between processes.
 """
 
 from collections.abc import Iterator

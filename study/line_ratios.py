@@ -1,6 +1,6 @@
 """Model lines of the benchmark of steps, compared with one of them: times of steps, and gains over a baseline.
 
-The rounds of two lines are not paired: each line has a model and rounds of its own. The intervals are Welch's.
+Repetitions of two lines are not paired: each line has a model and repetitions of its own. The intervals are Welch's.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ def line_ratios(rows: Sequence[Row], name: str) -> Table:
     """For every other line, and each loss that both lines ran: its values divided by those of the line `name`.
 
     A gain is the baseline's time divided by the loss's time, in one round. Its verdict asks for a gain that is at least
-    that of the line `name`. A gain over compiled stays undecided where a line's control excludes 1: compiled, built
-    twice, then differs from itself by more than its rounds show.
+    that of the line `name`. A gain over compiled is inconclusive where a line's A/A test excludes 1: compiled, built
+    twice, then differs from itself by more than its repetitions show.
 
     Args:
         name: of a line, as :func:`study.step_speed.names_of` writes it.

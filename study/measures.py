@@ -41,12 +41,22 @@ UNITS: dict[str, Callable[[float], float]] = {
 }
 
 
+MEASURES: dict[str, Callable[..., Measured]] = {}
+
+
+def measure(function: Callable[..., Measured]) -> Callable[..., Measured]:
+    """claims.yaml names a measure by its function."""
+    MEASURES[function.__name__] = function
+    return function
+
+
 def told(loss: str) -> str:
     """A loss in a reader's words."""
     return NAMES.get(loss) or (f"{loss_of(loss)} (ours)" if loss_of(loss) in OURS else in_words(loss))
 
 
 # ---------------------------------------------------------------------------------------------- measures of claims.yaml
+@measure
 def loss_layer(folder: str, where: Where, field: str, of: str | None = None) -> Measured:
     """A field of the rows of benchmarks/loss.py; `of`: divided by that backend's on the same problem."""
     rows = json.loads((RESULTS / folder / "rows.json").read_text())
@@ -62,6 +72,7 @@ def _problem(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))
 
 
+@measure
 def step_speed(folders: str | list[str], where: Where, against: str) -> Measured:
     """Tokens/s of a loss as a multiple of another's in the same process."""
     return [
@@ -71,6 +82,7 @@ def step_speed(folders: str | list[str], where: Where, against: str) -> Measured
     ]
 
 
+@measure
 def step_time(folders: str | list[str], where: Where, of: str) -> Measured:
     """The time of a step with a loss, as a multiple of another's in the same rounds."""
     rows = list(_steps(folders))
@@ -82,6 +94,7 @@ def step_time(folders: str | list[str], where: Where, of: str) -> Measured:
     ]
 
 
+@measure
 def step(folders: str | list[str], where: Where, field: str, less: str | None = None) -> Measured:
     """A field of the rows of benchmarks/steps.py; `less`: that of this loss, minus the row's own."""
     rows = list(_steps(folders))
@@ -90,6 +103,7 @@ def step(folders: str | list[str], where: Where, field: str, less: str | None = 
     return [(bases[row.line] - value if less else value, row.rounds) for value, row in found if value is not None]
 
 
+@measure
 def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
     """How many times as fast a step would be with an output layer that takes no time."""
     speeds: list[StepSpeed] = step_speeds(list(_steps(folders)))
@@ -112,6 +126,7 @@ def _holds(row: Row, where: Where) -> bool:
     )
 
 
+@measure
 def largest_batch(_: str, where: Where, against: str) -> Measured:
     """Sequences that fit with our exact loss, as a multiple of another's."""
     return [
@@ -123,11 +138,13 @@ def largest_batch(_: str, where: Where, against: str) -> Measured:
     ]
 
 
+@measure
 def sequences(_: str, where: Where, loss: str) -> Measured:
     """Sequences that fit with a loss."""
     return [(searches_on_the_h100(RESULTS)[where["model"], where["checkpointing"], loss].batch, 1)]
 
 
+@measure
 def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
     """The value and the 90 % interval of one verdict on a group of runs: min and max are the interval."""
     [found] = [
@@ -138,6 +155,7 @@ def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
     return [(value, found.n) for value in (found.value, found.low, found.high) if value is not None]
 
 
+@measure
 def difference(group: str, where: Where, field: str) -> Measured:
     """A field of runs minus that of torch.compile's run of the same seed."""
     runs = [run.summary for run in read_committed(RESULTS / group)]
@@ -145,6 +163,7 @@ def difference(group: str, where: Where, field: str) -> Measured:
     return [(run[field] - bases[run["seed"]], 1) for run in runs if run["loss"] == where["loss"]]
 
 
+@measure
 def apart(groups: list[str], where: Where, criterion: str) -> Measured:
     """The values of one kind of verdict in several groups."""
     return [
@@ -156,12 +175,14 @@ def apart(groups: list[str], where: Where, criterion: str) -> Measured:
     ]
 
 
+@measure
 def field_of_lines(file: str, where: Where, field: str) -> Measured:
     """A field of a file of rows, a JSON object a line."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()[1:]]
     return [(row[field], row["batches"]) for row in rows if all(row[key] == value for key, value in where.items())]
 
 
+@measure
 def part(folder: str, _: Where, name: str) -> Measured:
     """A part's share of a step's time, for each model of 1.3B."""
     found = [parts_of_step(read_object(RESULTS / folder / f"{file}.json", ("run", "time"))) for file in breakdowns()]
@@ -170,6 +191,7 @@ def part(folder: str, _: Where, name: str) -> Measured:
     ]
 
 
+@measure
 def memory(folder: str, _: Where, kind: str) -> Measured:
     """What the output layer adds to a step: in GiB, of its peak, and how much lower the peak is without it."""
     for file in breakdowns():
@@ -185,23 +207,27 @@ def breakdowns() -> list[str]:
     return list(FOLDERS["breakdowns"].values())
 
 
+@measure
 def filter_speed(folders: list[str], _: Where, against: str) -> Measured:
     """How many times as fast the filter's backward pass is on the shapes that it filters."""
     found = [one.verdict for folder in folders for one in filter_speeds(RESULTS / folder)]
     return [(one.value, one.n) for one in found if one.against == against and one.value]
 
 
+@measure
 def target(_: str, where: Where, name: str) -> Measured:
     """The bound of a target of criteria.yaml."""
     return [(CRITERIA[name].bound, 1)]
 
 
+@measure
 def hours(folder: str, where: Where, dollars: float) -> Measured:
     """GPU-hours of committed runs, or their price."""
     found = list(_summaries(folder, where))
     return [(dollars * sum(run["wall_seconds"] or 0 for run in found) / 3600, len(found))]
 
 
+@measure
 def runs(folder: str, where: Where, _: str) -> Measured:
     """How many runs are committed."""
     return [(len(list(_summaries(folder, where))), 1)]
@@ -212,15 +238,6 @@ def _summaries(folder: str, where: Where) -> Iterator[dict[str, Any]]:
         yield from (run.summary for run in read_committed(path.parent))
 
 
-MEASURES: dict[str, Callable[..., Measured]] = {
-    function.__name__: function
-    for function in (
-        loss_layer, step_speed, step_time, step, free_loss, largest_batch, sequences, verdict, difference, apart,
-        field_of_lines, part, memory, filter_speed, target, hours, runs,
-    )
-}  # fmt: skip
-
-
 def claim(name: str) -> dict[str, str]:
     """A claim's figure as it is shown, and n.
 
@@ -228,8 +245,8 @@ def claim(name: str) -> dict[str, str]:
         ConfigError: no row answers it.
     """
     said = CLAIMS[name]
-    (measure, first), *options = said["measure"].items()
-    found = list(MEASURES[measure](said["rows"], said.get("where", {}), first, **dict(options)))
+    (name_of, first), *options = said["measure"].items()
+    found = list(MEASURES[name_of](said["rows"], said.get("where", {}), first, **dict(options)))
     if not found:
         raise ConfigError(f"study/claims.yaml: no row answers {name}", "correct its rows or its where")
     unit = UNITS[said["as"]] if "as" in said else float

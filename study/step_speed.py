@@ -1,7 +1,7 @@
-"""Verdicts on the speed and the peak memory of whole steps, from the benchmark that runs every loss in one process.
+"""Results on the speed of whole steps, from the benchmark that runs every loss in one process.
 
-A pair is a round of the process: both losses have a turn in it. The interval holds the noise of these rounds. It does
-not hold what differs between processes, such as the kernels that were tuned, the clocks and the host.
+A pair is an interleaved repetition: both losses have a turn in it. The interval holds the noise of these repetitions.
+It does not hold what differs between processes, such as the kernels that were tuned, the clocks and the CPU.
 """
 
 from collections import defaultdict
@@ -12,10 +12,10 @@ from statistics import median
 from benchmarks.steps_rows import AGAIN, Row, ratio_of, titles_of
 from linrnn.models.facts import model_in_words
 from linrnn.report.targets import BASELINES, Verdict, judge
-from study.criteria import MEMORY, SPEED, SPEED_AT_LARGEST
+from study.criteria import SPEED, SPEED_AT_LARGEST
 
-HOST_DECIDES = 0.97  # if the host issues kernels for so large a part of a step, it may decide the step's time
-HOST = "the host may decide the speed"
+HOST_DECIDES = 0.97  # a step is CPU-bound if the CPU issues kernels for so large a part of it
+CPU_BOUND = "CPU-bound"
 CHECKPOINTING = "activation_checkpointing="
 
 
@@ -24,7 +24,7 @@ class StepSpeed:
     """A verdict on tokens/s at the same batch, and the rows behind it.
 
     Attributes:
-        verdict: its setting names the model line in words.
+        verdict: its setting names the configuration in words.
         row, base: the judged loss, and the baseline.
     """
 
@@ -34,7 +34,7 @@ class StepSpeed:
 
     @property
     def ratios(self) -> list[float]:
-        """Of tokens/s, one per round."""
+        """Of tokens/s, one per repetition."""
         return _ratios(self.row, self.base)
 
     @property
@@ -45,17 +45,17 @@ class StepSpeed:
 
 
 def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
-    """A verdict for every loss of every model line against compiled and eager, where both ran in one process.
+    """A verdict for every loss of every configuration against compiled and eager, where both ran in one process.
 
-    A line whose losses have batches of their own is held to the criterion of the largest batches.
+    A line whose losses have batches of their own is held to the target of the largest batches.
 
-    It is undecided where the host may decide the time of either loss's steps. AGAIN, the control, is judged against
-    compiled alone: the same loss, whose ratio shows the noise.
+    It is inconclusive where either loss's steps are CPU-bound. AGAIN, the A/A test, is judged against compiled alone:
+    the same loss, whose ratio shows the noise.
     """
     names, batches = names_of(rows), _batches_of(rows)
     found = []
     for row, base in _pairs(rows):
-        doubts = [HOST] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
+        doubts = [CPU_BOUND] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
         verdict = judge(
             SPEED_AT_LARGEST if len(set(batches[row.line])) > 1 else SPEED,
             row.model,
@@ -69,18 +69,8 @@ def step_speeds(rows: Sequence[Row]) -> list[StepSpeed]:
     return found
 
 
-def step_peaks(rows: Sequence[Row]) -> list[Verdict]:
-    """A verdict on the peak memory for every loss of every model line, as :func:`step_speeds` pairs equal batches."""
-    names = names_of(rows)
-    return [
-        judge(MEMORY, row.model, row.loss, base.loss, [row.peak_gib / base.peak_gib], setting=names[row.line])
-        for row, base in _pairs(rows)
-        if row.peak_gib and base.peak_gib and row.batch == base.batch
-    ]
-
-
 def _batches_of(rows: Iterable[Row]) -> dict[str, list[int]]:
-    """The sequences of each model line's losses, in the order of the rows, without the control."""
+    """The sequences of each model line's losses, in the order of the rows, without the A/A test."""
     found: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         if row.loss != AGAIN:
@@ -107,7 +97,7 @@ def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def host_share(row: Row) -> float:
-    """The part of a step in which the host issues kernels; 0 if nothing was measured."""
+    """The part of a step in which the CPU issues kernels; 0 if nothing was measured."""
     return median(row.host_ms) / row.step_ms if row.host_ms and row.step_ms else 0.0
 
 

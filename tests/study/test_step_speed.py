@@ -8,7 +8,7 @@ from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from study.criteria import SPEED, SPEED_AT_LARGEST
 from study.line_ratios import line_ratios
-from study.step_speed import HOST, StepSpeed, names_of, step_speeds
+from study.step_speed import CPU_BOUND, StepSpeed, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
@@ -46,7 +46,7 @@ def test_what_shares_no_process_with_its_baseline_has_no_verdict() -> None:
 def test_a_step_that_waits_for_the_host_decides_nothing() -> None:
     slow = times(ROW, 1.0, loss="cce_kahan", host_ms=[99.0] * 5)
     verdict = found(slow)["cce_kahan", "compiled"].verdict
-    assert (verdict.verdict, verdict.remark) == ("inconclusive", HOST)
+    assert (verdict.verdict, verdict.remark) == ("inconclusive", CPU_BOUND)
 
 
 def test_four_rounds_decide_nothing() -> None:
