@@ -59,8 +59,9 @@ def named(loss: str) -> str:
 
 
 def rows_of(*names: str) -> list[Row]:
-    """Rows of whole steps from folders of bench_steps, each named by what follows the device."""
-    return [row for name in names for row in read_rows(RESULTS / "bench_steps" / f"{FOLDERS['device']}{name}")]
+    """Rows of whole steps from folders of bench_steps: a folder, or what follows the device in its name."""
+    folders = (name if name.startswith("nvidia") else f"{FOLDERS['device']}{name}" for name in names)
+    return [row for folder in folders for row in read_rows(RESULTS / "bench_steps" / folder)]
 
 
 def runs_of(group: str) -> list[Run]:
@@ -209,8 +210,7 @@ def float8_steps() -> Rows:
 @table("setting", "loss", "step, ms", "time / torch.compile's", *DETAILS, words=("setting", "loss"))
 def fine_tuning_steps() -> Rows:
     """Steps from trained weights on their own text, as CUDA graphs, on an H200."""
-    rows = read_rows(RESULTS / "bench_steps" / FOLDERS["fine_tuning"]["steps"])
-    own = [row for row in rows if "cuda_graph=true" in row.line]
+    own = [row for row in rows_of(FOLDERS["fine_tuning"]["steps"]) if "cuda_graph=true" in row.line]
     return details(own, {row.line: model_in_words(row.model, row.size) for row in own}, time_ratio)
 
 
