@@ -295,10 +295,12 @@ def peaks() -> Rows:
         for line, setting in names_of(own).items():
             if "mve" in line or ("350m" in line and "graph" not in line):
                 continue
-            cells = [found.get((line, loss)) for loss in LOSSES]
-            out = [row is not None and row.status == "out_of_memory" for row in cells]
-            peak = [show(row and row.peak_gib, ".1f") for row in cells]
-            yield plain(setting), *("out of memory" if no else gib for no, gib in zip(out, peak, strict=True))
+            yield plain(setting), *(_peak(found.get((line, loss))) for loss in LOSSES)
+
+
+def _peak(row: Row | None) -> str:
+    out = row is not None and row.status == "out_of_memory"
+    return "out of memory" if out else show(row.peak_gib if row else None, ".1f")
 
 
 @table("1.3B, 8 x 2,048 tokens", "peak, GiB", "the output layer adds", "of the peak", "peak without it", "lower by")

@@ -1,5 +1,6 @@
 """Marked places of README and docs hold what the committed rows say; a changed row, claim or page is found."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_a_changed_row_changes_its_claim(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "gradient_noise" / rows.name).write_text(text)
     monkeypatch.setattr(measures, "RESULTS", tmp_path)
     assert pages.claim("sampling_noise") != before
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(pages.ROOT).as_posix())
+def test_no_line_begins_with_a_figure(page: Path) -> None:
+    """There the comment would end the paragraph, and 17. would begin a list."""
+    assert not re.findall(r"^<!-- rows: \w+ -->.+", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_no_claim_has_the_name_of_a_table() -> None:
