@@ -261,7 +261,7 @@ def largest_batch(results: Path) -> Any:
 
 def final_loss(results: Path) -> Any:
     """Final training losses minus torch.compile's, a dot a seed, over the band of the noise-floor run."""
-    panels = {"10M parameters, 5M tokens": FOLDERS["seeds"], "448M parameters, 8M tokens": "pretrain_filter"}
+    panels = {"10M parameters, 5M tokens": FOLDERS["seeds"], "350M class, 8M tokens": "pretrain_filter"}
     figure, grid = subplots(1, 2, figsize=(8, 3.9), width_ratios=(1.5, 1))
     for axes, (title, group) in zip(grid, panels.items(), strict=True):
         runs = [run.summary for run in read_committed(results / "summaries" / group) if run.finished]

@@ -328,9 +328,9 @@ def at_the_limit() -> Rows:
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-@table("loss", "10M: training", "10M: validation", "448M: training", "448M: validation")
+@table("loss", "10M: training", "10M: validation", "350M class: training", "350M class: validation")
 def exact_losses() -> Rows:
-    """How far each loss ends from torch.compile: 10M and 448M parameters."""
+    """How far each loss ends from torch.compile: 10M parameters and the 350M class."""
     small, large = (verdicts(runs_of(group)) for group in (FOLDERS["seeds"], "pretrain_filter"))
     columns = ((small, MVE_LOSS), (small, VALID_LOSS), (large, FINAL_LOSS), (large, VALID_LOSS))
     for loss in (EAGER, "liger", "fla", EXACT, "cce_filter", CONTROL):
@@ -440,14 +440,16 @@ def shapes() -> Rows:
         yield _shape(size), f"{base['forward_backward_ms']:.2f}, {base['extra_mib']:,.0f}", *times
 
 
-@table("N x D x V", "`cce_kahan`", "QuACK, its fastest", "which", words=("N x D x V", "which"))
+@table("N x D x V", "QuACK's time / `cce_kahan`'s", "MiB: QuACK", "`cce_kahan`", "QuACK's chunks", words=("N x D x V",))
 def quack() -> Rows:
     """The fastest of QuACK's chunk sizes beside ours, on its 22 shapes."""
     grid = layer_rows("rivals_grid")
     for size in sorted({key[:3] for key in grid}):
         others = [row for key, row in grid.items() if key[:3] == size and key[3].startswith("quack")]
         best = min(others, key=lambda row: row["forward_backward_ms"])
-        yield _shape(size), _time(grid.get((*size, EXACT, None))), _time(best), best["backend"]
+        ours, chunks = grid[(*size, EXACT, None)], best["backend"].partition("/")[2] or "default"
+        ratio = median(one / own for one, own in zip(best["rounds_ms"], ours["rounds_ms"], strict=True))
+        yield _shape(size), f"{ratio:.2f}", f"{best['extra_mib']:,.0f}", f"{ours['extra_mib']:,.0f}", chunks
 
 
 def layer_rows(of_set: str) -> dict[tuple[Any, ...], dict[str, Any]]:
