@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.core.files import read_object
 from linrnn.core.plot_style import in_words, loss_of
 from linrnn.report.runs import read_committed
+from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import CONTROL, EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CRITERIA, FOLDERS, verdicts
@@ -42,6 +44,12 @@ UNITS: dict[str, Callable[[float], float]] = {
 
 
 MEASURES: dict[str, Callable[..., Measured]] = {}
+committed, searches = cache(read_committed), cache(searches_on_the_h100)  # pages ask for the same rows many times
+
+
+@cache
+def verdicts_of(directory: Path) -> list[Verdict]:
+    return verdicts(committed(directory))
 
 
 def measure(function: Callable[..., Measured]) -> Callable[..., Measured]:
@@ -131,7 +139,7 @@ def largest_batch(_: str, where: Where, against: str) -> Measured:
     """Sequences that fit with our exact loss, as a multiple of another's."""
     return [
         (verdict.value, verdict.n)
-        for (model, kind, _), verdict in batch_verdicts(searches_on_the_h100(RESULTS))
+        for (model, kind, _), verdict in batch_verdicts(searches(RESULTS))
         if (kind, verdict.against) == (where["checkpointing"], against)
         and model == where.get("model", model)
         and verdict.value
@@ -141,7 +149,7 @@ def largest_batch(_: str, where: Where, against: str) -> Measured:
 @measure
 def sequences(_: str, where: Where, loss: str) -> Measured:
     """Sequences that fit with a loss."""
-    return [(searches_on_the_h100(RESULTS)[where["model"], where["checkpointing"], loss].batch, 1)]
+    return [(searches(RESULTS)[where["model"], where["checkpointing"], loss].batch, 1)]
 
 
 @measure
@@ -149,7 +157,7 @@ def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
     """The value and the 90 % interval of one verdict on a group of runs: min and max are the interval."""
     [found] = [
         one
-        for one in verdicts(read_committed(RESULTS / group))
+        for one in verdicts_of(RESULTS / group)
         if (one.target, one.backend, one.against) == (CRITERIA[criterion], where["loss"], against)
     ]
     return [(value, found.n) for value in (found.value, found.low, found.high) if value is not None]
@@ -158,7 +166,7 @@ def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
 @measure
 def difference(group: str, where: Where, field: str) -> Measured:
     """A field of runs minus that of torch.compile's run of the same seed."""
-    runs = [run.summary for run in read_committed(RESULTS / group)]
+    runs = [run.summary for run in committed(RESULTS / group)]
     bases = {run["seed"]: run[field] for run in runs if run["loss"] == "compiled"}
     return [(run[field] - bases[run["seed"]], 1) for run in runs if run["loss"] == where["loss"]]
 
@@ -169,7 +177,7 @@ def apart(groups: list[str], where: Where, criterion: str) -> Measured:
     return [
         (one.value, one.n)
         for group in groups
-        for one in verdicts(read_committed(RESULTS / group))
+        for one in verdicts_of(RESULTS / group)
         if one.target == CRITERIA[criterion] and one.against == "compiled" and one.value is not None
         if one.backend in where["losses"]
     ]
@@ -235,7 +243,7 @@ def runs(folder: str, where: Where, _: str) -> Measured:
 
 def _summaries(folder: str, where: Where) -> Iterator[dict[str, Any]]:
     for path in sorted((RESULTS / folder).glob(f"{where.get('group', '*')}/runs.json.xz")):
-        yield from (run.summary for run in read_committed(path.parent))
+        yield from (run.summary for run in committed(path.parent))
 
 
 def claim(name: str) -> dict[str, str]:

@@ -10,15 +10,15 @@ from benchmarks.common import read_runs
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
 from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
-from linrnn.report.runs import Run, read_committed
+from linrnn.report.runs import Run
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import CONTROL, EXACT
 from study.changes import changes_of_loss
-from study.criteria import CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS, verdicts
+from study.criteria import CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.filter_speed import filter_speeds
 from study.line_ratios import line_ratios
-from study.measures import CLAIMS, GIB, NAMES, RESULTS, claim, span_of
-from study.searches import Search, batch_verdicts, searches_on_the_h100
+from study.measures import CLAIMS, GIB, NAMES, RESULTS, claim, committed, searches, span_of, verdicts_of
+from study.searches import Search, batch_verdicts
 from study.step_speed import CPU_BOUND, HOST_DECIDES, host_share, names_of, step_speeds
 
 Rows = Iterable[Sequence[object]]
@@ -65,7 +65,7 @@ def rows_of(*names: str) -> list[Row]:
 
 
 def runs_of(group: str) -> list[Run]:
-    return read_committed(RESULTS / "summaries" / group)
+    return committed(RESULTS / "summaries" / group)
 
 
 def interval(found: Verdict | None, form: str = ".3f") -> str:
@@ -239,7 +239,7 @@ def linear_rnn() -> Rows:
         if (base.loss, full) in ((BASELINE, "no"), (EAGER, "full")):
             words = f"faster than {named(base.loss)}, {full} checkpointing"
             found.setdefault(words, {})[row.model] = f"{gain(row, base):+.1f} %"
-    for (model, kind, _), verdict in batch_verdicts(searches_on_the_h100(RESULTS)):
+    for (model, kind, _), verdict in batch_verdicts(searches(RESULTS)):
         if verdict.against == BASELINE:
             words = f"batch / torch.compile's, {'no' if kind == 'none' else kind} checkpointing"
             found.setdefault(words, {})[model] = f"{verdict.value:.2f}"
@@ -270,7 +270,7 @@ def line_cells(rows: Sequence[Row], name: str) -> list[dict[str, str]]:
 )  # fmt: skip
 def batches() -> Rows:
     """The largest batches on an H100, by model and checkpointing."""
-    found = searches_on_the_h100(RESULTS)
+    found = searches(RESULTS)
     for model, kind in dict.fromkeys(key[:2] for key in found):
         own = {loss: found.get((model, kind, loss)) for loss in LOSSES}
         ours = found[model, kind, EXACT].batch
@@ -331,7 +331,7 @@ def at_the_limit() -> Rows:
 @table("loss", "10M: training", "10M: validation", "350M class: training", "350M class: validation")
 def exact_losses() -> Rows:
     """How far each loss ends from torch.compile: 10M parameters and the 350M class."""
-    small, large = (verdicts(runs_of(group)) for group in (FOLDERS["seeds"], "pretrain_filter"))
+    small, large = (verdicts_of(RESULTS / "summaries" / group) for group in (FOLDERS["seeds"], "pretrain_filter"))
     columns = ((small, MVE_LOSS), (small, VALID_LOSS), (large, FINAL_LOSS), (large, VALID_LOSS))
     for loss in (EAGER, "liger", "fla", EXACT, "cce_filter", CONTROL):
         cells = (next((one for one in found if is_about(one, target, loss)), None) for found, target in columns)
@@ -345,7 +345,7 @@ def exact_losses() -> Rows:
 def training_losses() -> Rows:
     """Every loss of every group against its baselines: final, validation, and the curves."""
     for group, words in FOLDERS["training"].items():
-        found = [one for one in verdicts(runs_of(group)) if one.value is not None]
+        found = [one for one in verdicts_of(RESULTS / "summaries" / group) if one.value is not None]
         for loss, against in dict.fromkeys((one.backend, one.against) for one in found):
             own = {one.target: one for one in found if (one.backend, one.against) == (loss, against)}
             final = own.get(MVE_LOSS) or own.get(FINAL_LOSS)
@@ -385,7 +385,7 @@ def long_runs() -> Rows:
 @table("small gradient entries", "training", "validation", "test")
 def filters() -> Rows:
     """Pretraining at 10M parameters with each rule: training, validation and test loss."""
-    apple, test = (verdicts(runs_of(group)) for group in ("apple", "apple_test"))
+    apple, test = (verdicts_of(RESULTS / "summaries" / group) for group in ("apple", "apple_test"))
     columns = ((apple, MVE_LOSS), (apple, VALID_LOSS), (test, VALID_LOSS))
     for loss, (words, _) in FOLDERS["filters"]["losses"].items():
         cells = (next(one for one in found if is_about(one, target, loss)) for found, target in columns)
@@ -395,7 +395,7 @@ def filters() -> Rows:
 @table("loss", *FOLDERS["fine_tuning"]["groups"])
 def fine_tuning() -> Rows:
     """Final training losses after 80 further steps, minus torch.compile's."""
-    groups = [verdicts(runs_of(group)) for group in FOLDERS["fine_tuning"]["groups"].values()]
+    groups = [verdicts_of(RESULTS / "summaries" / group) for group in FOLDERS["fine_tuning"]["groups"].values()]
     words: dict[str, list[str]] = {}
     for loss, told in FOLDERS["fine_tuning"]["losses"].items():
         words.setdefault(told, []).append(loss)
@@ -554,7 +554,7 @@ ORIGIN = ("folder", "rows", "GPU", "commits", "torch, Triton, FLA", "driver", "c
 def provenance() -> Rows:
     """GPU, commits, versions, clocks and hours of every folder of rows."""
     for path in sorted((RESULTS / "summaries").glob("*/runs.json.xz")):
-        runs = read_committed(path.parent)
+        runs = committed(path.parent)
         clocks = [mhz for run in runs if (mhz := (run.summary.get("gpu_state") or {}).get("sm_mhz"))]
         count = f"{len(runs)} runs, {hours([run.summary for run in runs])} h"
         yield _origin(path.parent, [run.environment for run in runs], clocks, count)
