@@ -26,7 +26,7 @@ MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 LOSSES = (EAGER, BASELINE, "liger", EXACT)
 SHOWN = ("accumulate", "filter_unbiased", "variant")  # options that tell the losses of one group apart
 PLAIN = {
-    " mve": " 10M", " 350m": " 350M", " 1b3": " 1.3B", "cuda_graph=true": "CUDA graph", "optimizer=": "",
+    " mve": " 10M", "V = ": "vocabulary ", " 350m": " 350M", " 1b3": " 1.3B", "cuda_graph=true": "CUDA graph", "optimizer=": "",
     "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ",
     "shared_projection_rank=": "shared projections of rank ",
 }  # fmt: skip
@@ -547,7 +547,7 @@ def targets() -> Rows:
 
 
 PACKAGES = ("torch", "triton", "flash-linear-attention")
-ORIGIN = ("folder", "rows", "GPU", "commits", "torch, Triton, FLA", "driver", "clock, MHz")
+ORIGIN = ("folder", "rows", "GPU", "commits", "torch, Triton, FLA", "clock, MHz")
 
 
 @table(*ORIGIN, words=ORIGIN)
@@ -577,7 +577,7 @@ def _origin(path: Path, environments: Sequence[dict[str, Any]], clocks: Sequence
         of(lambda one: one["gpus"][0]["name"].split()[1] if one.get("gpus") else "-"),
         of(lambda one: str((one.get("git") or {}).get("commit") or "-")[:7]),
         of(lambda one: ", ".join(str(one["packages"].get(key)) for key in PACKAGES)),
-        of(lambda one: one.get("gpu_driver")), span(clocks, ".0f"),
+        span(clocks, ".0f"),
     )  # fmt: skip
 
 
