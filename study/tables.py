@@ -26,8 +26,8 @@ MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 LOSSES = (EAGER, BASELINE, "liger", EXACT)
 SHOWN = ("accumulate", "filter_unbiased", "variant")  # options that tell the losses of one group apart
 PLAIN = {
-    " mve": " 10M", "V = ": "vocabulary ", " 350m": " 350M", " 1b3": " 1.3B", "cuda_graph=true": "CUDA graph", "optimizer=": "",
-    "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ",
+    " mve": " 10M", " 350m": " 350M", " 1b3": " 1.3B", "V = ": "vocabulary ", "cuda_graph=true": "CUDA graph",
+    "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ", "optimizer=": "",
     "shared_projection_rank=": "shared projections of rank ",
 }  # fmt: skip
 TABLES: dict[str, Callable[[], Table]] = {}
