@@ -27,8 +27,8 @@ LOSSES = (EAGER, BASELINE, "liger", EXACT)
 SHOWN = ("accumulate", "filter_unbiased", "variant")  # options that tell the losses of one group apart
 PLAIN = {
     " mve": " 10M", " 350m": " 350M", " 1b3": " 1.3B", "V = ": "vocabulary ", "cuda_graph=true": "CUDA graph",
-    "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ", "optimizer=": "",
-    "shared_projection_rank=": "shared projections of rank ",
+    "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ",
+    "optimizer=": "", "shared_projection_rank=": "shared projections of rank ",
 }  # fmt: skip
 TABLES: dict[str, Callable[[], Table]] = {}
 
