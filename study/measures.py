@@ -135,6 +135,18 @@ def _holds(row: Row, where: Where) -> bool:
 
 
 @measure
+def beside_transformers(folder: str, where: Where, field: str) -> Measured:
+    """A figure of Hugging Face models with their own loss, divided by the same with ours."""
+    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
+    ours = {row["model"]: row for row in rows if row["loss"] == EXACT}
+    return [
+        (row[field] / ours[row["model"]][field], row["rounds"])
+        for row in rows
+        if row["loss"] == EAGER and row["model"] in where["models"]
+    ]
+
+
+@measure
 def largest_batch(_: str, where: Where, against: str) -> Measured:
     """Sequences that fit with our exact loss, as a multiple of another's."""
     return [

@@ -17,7 +17,7 @@ from study.changes import changes_of_loss
 from study.criteria import CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.filter_speed import filter_speeds
 from study.line_ratios import line_ratios
-from study.measures import CLAIMS, GIB, NAMES, RESULTS, claim, committed, searches, span_of, verdicts_of
+from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
 from study.searches import Search, batch_verdicts
 from study.step_speed import CPU_BOUND, HOST_DECIDES, host_share, names_of, step_speeds
 
@@ -113,16 +113,7 @@ def is_about(one: Verdict, target: Target, loss: str) -> bool:
     return (one.target, one.backend, one.against) == (target, loss, BASELINE) and one.value is not None
 
 
-# ---------------------------------------------------------------------------------------------------- README and setup
-@table("`cce_kahan` against torch.compile", "measured", "n", "", words=("`cce_kahan` against torch.compile", ""))
-def readme() -> Rows:
-    """A row for each claim with words."""
-    for name, said in CLAIMS.items():
-        if "words" in said:
-            found = claim(name)
-            yield said["words"], found["text"], found["n"], f"[more]({said['link']})"
-
-
+# --------------------------------------------------------------------------------------------------------------- setup
 @table("experiment", "million parameters", "tokens a step", "vocabulary", "steps", "repeated", "GPU")
 def setup() -> Rows:
     """What ran: a row for each kind of experiment."""
@@ -428,6 +419,18 @@ def noise_by_step() -> Rows:
         yield f"{one['step']:,}", f"{one['tokens']:,}", one["parameters"], share(one["sample_over_batch"], ".2f")
 
 
+# ------------------------------------------------------------------------------------------------- Hugging Face models
+@table("step, ms (of transformers'), GiB", "transformers", "Liger", "`cce_kahan`")
+def hugging_face() -> Rows:
+    """Steps of benchmarks/models.py with three losses."""
+    models: dict[str, dict[str, str]] = {}
+    for row in map(json.loads, (RESULTS / FOLDERS["hugging_face"] / "rows.jsonl").read_text().splitlines()):
+        cell = f"{row['step_ms']:.0f} ({row['ratio']:.2f}), {row['peak_gib']:.1f}" if row["status"] == "ok" else "-"
+        models.setdefault(f"`{row['model']}`, {row['batch']} x {row['seq']:,}", {})[row["loss"]] = cell
+    for model, own in models.items():
+        yield model, *(own.get(loss, "-") for loss in (EAGER, "liger", EXACT))
+
+
 # ---------------------------------------------------------------------------------------------- the output layer alone
 @table("N x D x V", "torch.compile: ms, MiB", "`cce_kahan`", "256 MiB", "`cce_filter`", "three cuBLAS products")
 def shapes() -> Rows:
@@ -438,6 +441,18 @@ def shapes() -> Rows:
         base = grid[(*size, BASELINE, None)]
         times = (_time(grid.get((*size, *kind))) for kind in kinds)
         yield _shape(size), f"{base['forward_backward_ms']:.2f}, {base['extra_mib']:,.0f}", *times
+
+
+@table(
+    "head of", "N x D x V", "torch.compile", "`cce_kahan`", "256 MiB", "`cce_filter`", words=("head of", "N x D x V")
+)
+def output_layer() -> Rows:
+    """The same at the shapes of well-known models, without intervals."""
+    grid = layer_rows("grid")
+    kinds = ((BASELINE, None), (EXACT, None), (EXACT, 256), ("cce_filter", None))
+    for model, shape in FOLDERS["output_layer"].items():
+        own = (grid[(*shape, *kind)] for kind in kinds)
+        yield model, _shape(shape), *(f"{row['ratio_to_compiled'] or 1:.2f}, {row['extra_mib']:,.0f}" for row in own)
 
 
 @table("N x D x V", "QuACK's time / `cce_kahan`'s", "MiB: QuACK", "`cce_kahan`", "QuACK's chunks", words=("N x D x V",))
