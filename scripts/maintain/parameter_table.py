@@ -1,4 +1,4 @@
-"""Print the tables that docs/models.md holds between its markers `sizes` and `shared projections`."""
+"""Print the tables that docs/develop/sizes.md holds between its markers `sizes` and `shared projections`."""
 
 from linrnn.config import load_config
 from linrnn.config.cli import run_plain

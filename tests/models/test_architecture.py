@@ -12,7 +12,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.models.architecture import MODELS, Architecture, parameter_table, resolve
 
 SIZES = ("smoke", "mve", "350m", "1b3")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "develop" / "sizes.md"
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def test_the_table_has_every_model_at_every_size_and_marks_the_size_s_own_choice
     assert "**10.29 M** | 18.48 M |" in rows[6]
 
 
-def test_the_page_of_models_holds_the_table_that_the_command_prints() -> None:
+def test_the_page_of_sizes_holds_the_table_that_the_command_prints() -> None:
     from linrnn.config import load_config
 
     models = [load(model, "smoke")[0] for model in MODELS]

@@ -29,7 +29,7 @@ Small = Callable[..., list[str]]
 MODELS = SHARING
 CPU = torch.device("cpu")
 RANK = 32
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "develop" / "sizes.md"
 
 
 def configured(model: str, rank: int | None = RANK, *more: str) -> Config:
@@ -233,7 +233,7 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> No
     assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
 
 
-def test_the_page_of_models_holds_the_table_that_the_command_prints() -> None:
+def test_the_page_of_sizes_holds_the_table_that_the_command_prints() -> None:
     table = shared_projection_table([load_config([f"size={name}"]).size for name in ("350m", "1b3")])
     assert PAGE.read_text(encoding="utf-8").split("<!-- shared projections -->")[1].strip() == table
 

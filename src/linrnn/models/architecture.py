@@ -72,7 +72,7 @@ def _rank(model: ModelConfig, size: SizeConfig) -> int | None:
 
 
 def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int) -> str:
-    """The table of sizes in docs/models.md: Markdown, one row per size and model.
+    """The table of sizes in docs/develop/sizes.md: Markdown, one row per size and model.
 
     Args:
         default_vocab_size: the vocabulary of sizes that take theirs from the data.
@@ -106,7 +106,7 @@ def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], 
 
 
 def shared_projection_table(sizes: Iterable[SizeConfig]) -> str:
-    """The table of shared projections in docs/models.md: Markdown, parameters of one layer with and without them."""
+    """The second table of docs/develop/sizes.md: Markdown, parameters of one layer with and without shared projections."""
     columns = ("size", "model", "rank", "mixer", "MLP", "layer", "MLP width")
     rows = []
     for size in sizes:
