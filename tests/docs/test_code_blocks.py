@@ -30,12 +30,10 @@ FIXED = {
     "source .venv/bin/activate",
     "jupyter lab notebooks",
     "python -m http.server --directory site",
+    "git clone URL linrnn && cd linrnn",
     "apt-get download linux-source-6.1",
     "dpkg-deb -x linux-source-6.1_*.deb .",
     "tar xf usr/src/linux-source-6.1.tar.xz",
-    "git clone URL linrnn",
-    "cd linrnn",
-    "pip install transformers",
 }
 Small = Callable[..., list[str]]
 
