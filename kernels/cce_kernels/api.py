@@ -62,7 +62,7 @@ def linear_cross_entropy(
     NVIDIA GPUs run Triton kernels. CPUs and other GPUs run blockwise torch, with the same results and the same bound on
     memory (backends/__init__.py). TRITON_INTERPRET=1 runs the kernels on CPU tensors. Two calls give the same bits.
     Nothing waits for the device. A number that is added to all logits of a row costs no precision where products are
-    in fp32 (docs/kernel_methods.md, also for 16 bits).
+    in fp32 (docs/develop/kernel_methods.md, also for 16 bits).
 
     Under torch.compile the loss is a custom operator without a graph break. torch.compile compiles anew for another
     number of rows, and leaves out the check of CPU targets.

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels" / "cce_kernels"
 LINRNN = ROOT / "src" / "linrnn"
-# Each package imports only packages before it. docs/architecture.md draws the order.
+# Each package imports only packages before it. docs/develop/architecture.md draws the order.
 ORDER = [
     *("core", "config", "data", "models", "losses", "distributed", "costs"),
     *("profiling", "runs", "training", "inference", "report", "experiments"),

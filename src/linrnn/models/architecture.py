@@ -106,7 +106,7 @@ def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], 
 
 
 def shared_projection_table(sizes: Iterable[SizeConfig]) -> str:
-    """The second table of docs/develop/sizes.md: Markdown, parameters of one layer with and without shared projections."""
+    """The second table of docs/develop/sizes.md: the parameters of a layer with and without shared projections."""
     columns = ("size", "model", "rank", "mixer", "MLP", "layer", "MLP width")
     rows = []
     for size in sizes:
