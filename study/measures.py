@@ -94,11 +94,11 @@ def step_speed(folders: str | list[str], where: Where, against: str) -> Measured
 def step_time(folders: str | list[str], where: Where, of: str) -> Measured:
     """The time of a step with a loss, as a multiple of another's in the same rounds."""
     rows = list(_steps(folders))
-    times = {(row.line, row.loss): row.wall_ms for row in rows if row.wall_ms}
+    times = {(row.run, row.line, row.loss): row.wall_ms for row in rows if row.wall_ms}
     return [
-        (median(own / base for own, base in zip(row.wall_ms, times[row.line, of], strict=True)), row.rounds)
+        (median(own / base for own, base in zip(row.wall_ms, times[row.run, row.line, of], strict=True)), row.rounds)
         for row in rows
-        if _holds(row, where) and (row.line, of) in times and row.wall_ms
+        if _holds(row, where) and (row.run, row.line, of) in times and row.wall_ms
     ]
 
 

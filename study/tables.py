@@ -133,7 +133,10 @@ def setup() -> Rows:
 
 
 # --------------------------------------------------------------------------------------------------------------- speed
-@table("steps", "settings", *map(named, (BASELINE, EAGER, "liger", "fla")))
+BASES = (BASELINE, EAGER, "liger", "fla", "fla fuse_linear=false")
+
+
+@table("steps", "settings", *map(named, BASES))
 def speedups() -> Rows:
     """By how many percent ours is faster than each baseline: a row for each size and vocabulary."""
     for words, said in FOLDERS["speedups"].items():
@@ -143,7 +146,7 @@ def speedups() -> Rows:
             alike = (row.size, row.v) == (said.get("size", row.size), said.get("v", row.v))
             if alike and recomputes == said.get("checkpointing", recomputes):
                 gains.setdefault(base.loss, {})[row.line] = gain(row, base)
-        cells = [list(gains.get(base, {}).values()) for base in (BASELINE, EAGER, "liger", "fla")]
+        cells = [list(gains.get(base, {}).values()) for base in BASES]
         yield words, max(map(len, cells)), *(span(own, "+.1f") for own in cells)
 
 
