@@ -21,7 +21,7 @@ import cce_kernels
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cce_kernels.doctor.presets import apply_liger, build
+from cce_kernels.cost.presets import apply_liger, build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -55,7 +55,7 @@ class BenchConfig(common.Keys):
 
     models: list[str] = option(
         ["llama_1b batch=8 seq=2048", "qwen3_0.6b batch=8 seq=2048", "gemma2_2b batch=2 seq=2048 num_hidden_layers=6"],
-        "'NAME batch=… seq=… [KEY=VALUE …]': a preset of `python -m cce_kernels.doctor --help` or a model type of "
+        "'NAME batch=… seq=… [KEY=VALUE …]': a preset of `python -m cce_kernels.cost --help` or a model type of "
         "transformers, sequences, tokens of a sequence, and values of the model's configuration",
     )
     losses: list[str] = option(
@@ -137,11 +137,11 @@ def parse_model(text: str) -> tuple[str, dict[str, str], int, int]:
 
 
 def build_published(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torch.device) -> Any:
-    """A model of transformers with random weights: a preset of `cce_kernels.doctor` or a model type."""
+    """A model of transformers with random weights: a preset of `cce_kernels.cost` or a model type."""
     try:
         return build(name, overrides, dtype, device)
     except ValueError as error:
-        raise ConfigError(f"models: {error}", "see python -m cce_kernels.doctor --help") from error
+        raise ConfigError(f"models: {error}", "see python -m cce_kernels.cost --help") from error
 
 
 @contextmanager

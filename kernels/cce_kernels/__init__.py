@@ -1,7 +1,7 @@
 """Cross-entropy of a linear layer without its logits in memory: exact and deterministic, on GPUs and CPUs."""
 
 from .api import PRESETS, linear_cross_entropy
-from .doctor.measure import profile
+from .cost.measure import profile
 from .huggingface.fla_backend import register_in_fla
 from .huggingface.patch import is_patched, patch, unpatch
 from .huggingface.trainer import patch_trainer

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from blocks import PAGES, ROOT, Block, blocks, commands
-from cce_kernels.doctor.__main__ import parsed
-from cce_kernels.doctor.presets import PRESETS
+from cce_kernels.cost.__main__ import parsed
+from cce_kernels.cost.presets import PRESETS
 
 import linrnn.config
 from linrnn.config import load_config
@@ -110,7 +110,7 @@ def check(words: list[str]) -> None:
         check_pip(rest)
     elif words[:3] == ["python", "-m", "pytest"]:
         check_pytest(rest[2:])
-    elif words[:3] == ["python", "-m", "cce_kernels.doctor"]:
+    elif words[:3] == ["python", "-m", "cce_kernels.cost"]:
         values, overrides = parsed(rest[2:])
         assert values["model"] in PRESETS or overrides
     elif words[:2] == ["python", "-m"] and words[2].startswith("study."):
