@@ -35,7 +35,7 @@ TRAIN = CONFIG_DIR.parent / "train.py"
 FIRST_STEP = "step 1 took "  # how the line begins that train.py prints after its first step
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # environment variables: where compiled kernels are kept
 CHOICES = ("stored", "near", "first", "tuned")  # of kernels, see Row
-LIMIT_SECONDS = 30.0  # that a first step was asked to take at most: a line in the picture
+LIMIT_SECONDS = 30.0  # the target
 LAST_LINES = 15  # of a run that ends before its first step
 # The stages of a run's start, as environment.json names them, in words.
 STAGES = {

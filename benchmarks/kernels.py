@@ -1,4 +1,4 @@
-"""Show which kernels the loss layer spends its time in, and what the GPU waits for: `python benchmarks/kernels.py`.
+"""Show which kernels the output layer spends its time in, and what the GPU waits for: `python benchmarks/kernels.py`.
 
 Each loss runs some steps under torch's profiler, and as many without it. A kernel's time is divided by one product: a
 third of cuBLAS's three products of the same shape, timed in the same process. Kernels that run side by side both count,
@@ -143,7 +143,7 @@ COLUMNS: common.Columns = {
 
 def page(rows: Sequence[KernelRow], device: str) -> list[str]:
     """A table for each shape and loss, without kernels below a thousandth of a product."""
-    lines = [f"# Where the loss layer's time goes, {device}", ""]
+    lines = [f"# Where the output layer's time goes, {device}", ""]
     for own in common.grouped(rows, key=lambda row: (row.shape, row.logits, row.loss)):
         busy, shown = sum(row.products for row in own[3:]), [row for row in own if row.products >= 0.001]
         heading = f"## {own[0].shape}, {own[0].logits}, {own[0].loss}: the kernels take {busy:.2f} products"

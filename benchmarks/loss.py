@@ -1,4 +1,4 @@
-"""Measure time, memory and errors of the loss layer alone: `python benchmarks/loss.py shapes=[mve]`.
+"""Measure time, memory and errors of the output layer alone: `python benchmarks/loss.py shapes=[mve]`.
 
 A set (loss_sets.yaml) names shapes, backends and kinds of logits. Each shape with each kind of logits is a problem, and
 one process measures all backends on it. A GPU's clock drifts by 10-15 % from day to day, so a time alone means little.
@@ -547,7 +547,7 @@ def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
     """
     if not rows:
         raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
-    title, pictures = "The loss layer alone", dict[str, Any]()
+    title, pictures = "The output layer alone", dict[str, Any]()
     sections: dict[str, list[Row]] = {}
     points: dict[str, list[common.Point]] = {}
     for own in common.grouped(rows, key=lambda row: row.problem):

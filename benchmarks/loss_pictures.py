@@ -1,4 +1,4 @@
-"""Pictures of the output layer alone: time against memory or errors, and the first picture of the kernels' page."""
+"""Pictures of the output layer alone: time against memory or errors, and the first picture of the README."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,6 @@ from linrnn.core.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, 
 from linrnn.models.facts import model_in_words
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
-LOGITS = {"peaked": "trained-like", "flat": "random-init"}
 MEMORY = {"extra_mib": "memory beyond inputs and gradients, MiB"}
 ERRORS = {"de_err": "error of dE", "dc_err": "error of dC", "dc_sum_err": "error of dC, summed over batches"}
 BETTER = "(better: down and left)"
@@ -38,7 +37,7 @@ def shape_in_words(row: Row) -> str:
 
 
 def kind_in_words(row: Row) -> str:
-    return f"{LOGITS.get(row.logits, row.logits)} logits, {row.gradients} gradients"
+    return f"{row.logits} logits, {row.gradients} gradients"
 
 
 def tradeoff_plot(rows: Sequence[Row]) -> Any:
@@ -90,7 +89,7 @@ def _scatter(rows: Sequence[Row], fields: Mapping[str, str], title: str) -> Any:
 
 
 def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
-    """Time against memory of every loss on two shapes, each point named.
+    """Time against memory of every loss on two shapes, each point named: the first picture of the README.
 
     Filled points have exact gradients (Row.exact), hollow points do not. Bars are 95 % intervals of the time's ratio.
     """
@@ -116,7 +115,7 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
     panels[0].set_ylim(panels[0].get_ylim())  # of every panel: the ticks' view interval reaches the first one alone
     panels[0].set_ylabel("forward + backward time / torch.compile's")
     figure.suptitle(f"As fast as torch.compile in less memory: the output layer alone {BETTER}")
-    kind = f"{device}, {kind_in_words(own[0])}"
+    kind = f"{device}, {own[0].logits} logits, {own[0].gradients} gradients"
     filled = f"Filled: gradients are exact up to rounding (errors below {EXACT[own[0].dtype]:g}). Hollow: approximate."
     legend_below(figure, {}, f"{kind}. Bars: 95 % intervals.\n{filled}")
     for panel, shape in zip(panels, shapes, strict=True):  # once the panels have their places

@@ -85,7 +85,7 @@ class Row:
     batch: int
     seq: int
     d: int  # hidden dimensions
-    v: int  # vocabulary entries
+    v: int  # vocabulary size
     dtype: str
     checkpointing: bool
     loss: str  # as in the configuration

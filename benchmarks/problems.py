@@ -1,4 +1,4 @@
-"""Problems for the loss layer (tensors drawn or of a trained model), their fp64 truth, and how one call is measured.
+"""Problems for the output layer (tensors drawn or of a trained model), their fp64 truth, and how one call is measured.
 
 Launches count, because the device is idle at first. On a GPU its own events give times, on a CPU the host's clock. A
 CPU has no memory figures.
@@ -28,14 +28,14 @@ KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCK_ROWS = 1024  # rows of logits at a time
 _PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
-_ALIGNED = 64  # entries of the vocabulary
+_ALIGNED = 64  # tokens of the vocabulary
 _GRAPH_WARMUP = 2
 _GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
 
 
 @dataclass(frozen=True)
 class Shape:
-    """N tokens, D hidden dimensions, V vocabulary entries."""
+    """N tokens, D hidden dimensions, V vocabulary size."""
 
     name: str
     n: int

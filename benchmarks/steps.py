@@ -189,7 +189,7 @@ class Start:
 
     @property
     def vocab_size(self) -> int:
-        """V, entries of the model's vocabulary."""
+        """V, the model's vocabulary size."""
         assert self.run.size.vocab_size is not None
         return self.run.size.vocab_size
 
@@ -340,7 +340,7 @@ class Bench:
             group["lr"] = rate
 
     def measure(self, rows: dict[str, Row], losses: dict[str, LossConfig], say: common.Say) -> None:
-        """Fill the rows: values with the same weights first, then warm-up and memory, the rounds, the loss layer."""
+        """Fill the rows: values with the same weights first, then warm-up and memory, the rounds, the output layer."""
         backends: dict[str, LossBackend] = {}
 
         def build(row: Row) -> None:
@@ -375,7 +375,7 @@ class Bench:
                 each(self._turn, order)
                 if number == 1:
                     say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
-            if not self.graphed:  # nothing marks the loss layer's begin inside a replay
+            if not self.graphed:  # nothing marks the output layer's begin inside a replay
                 each(self._time_loss_layer)
         for row in rows.values():
             row.kernel_choices = (tuning.used() or {}).get("fingerprint")
@@ -438,7 +438,7 @@ class Bench:
             row.allocations = (row.allocations or 0) + _allocations(self.device) - allocations
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
-        """The loss layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
+        """The output layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
         step = self.steps[row.batch]
         self._steps(partial(step, loss), SETTLE)
         timer = LossTimer(self.device, skip=0)
@@ -490,7 +490,7 @@ def write_report(directory: Path) -> list[Path]:
         "tokens/s": "tokens_per_second:,.0f",
         "device, ms": _median("device_ms"),
         "host, ms": _median("host_ms"),
-        "loss layer, ms": "loss_layer_ms:.1f",
+        "output layer, ms": "loss_layer_ms:.1f",
         "share": "loss_layer_share:.1%",
         "peak, GiB": "peak_gib:.2f",
         "loss, nats": "loss_nats:.5f",

@@ -29,7 +29,7 @@ class Row:
     batch: int
     seq: int
     d: int  # hidden dimensions
-    v: int  # vocabulary entries
+    v: int  # vocabulary size
     precision: str
     loss: str  # as in the configuration, or AGAIN
     run: str  # id in runs.jsonl
@@ -47,7 +47,7 @@ class Row:
     ratio_high: float | None = None
     allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU
     peak_gib: float | None = None  # the most that the process had allocated during a step; null on a CPU
-    loss_forward_ms: float | None = None  # the loss layer's passes, medians over own `steps`; null in CUDA graphs
+    loss_forward_ms: float | None = None  # the output layer's passes, medians over own `steps`; null in CUDA graphs
     loss_backward_ms: float | None = None
     loss_nats: float | None = None  # with the weights that all losses begin with
     gradient_norm: float | None = None  # likewise, all parameters, before clipping
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def loss_layer_ms(self) -> float | None:
-        """Both passes of the loss layer."""
+        """Both passes of the output layer."""
         if self.loss_forward_ms is None or self.loss_backward_ms is None:
             return None
         return self.loss_forward_ms + self.loss_backward_ms

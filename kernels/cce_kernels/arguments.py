@@ -115,7 +115,7 @@ def check_inputs(
 ) -> tuple[Tensor, int]:
     """Check the inputs; return the targets in int64 and ignore_index as an int.
 
-    vocab: number of vocabulary entries; None for the number of c's rows.
+    vocab: the vocabulary size; None for the number of c's rows.
 
     Inputs like those of an earlier call pass at once, because the checks take as long as a small kernel. Inputs on the
     CPU are checked each time, because their targets' values are, too.

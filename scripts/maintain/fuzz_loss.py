@@ -333,7 +333,7 @@ def rounding_of_few(call: Call) -> float:
     """What probabilities in 16 bits may add when few numbers are summed.
 
     Torch's error over many numbers shows what rounding adds. Over few numbers its rounding errors may cancel by chance:
-    with two vocabulary entries both gradients of logits have the same size.
+    with a vocabulary size of two both gradients of logits have the same size.
     """
     few = call.vocab <= 2 or call.kind.dim == 1 or call.batch * call.length <= 16
     return {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(multiplied_in(call), 0.0) if few else 0.0

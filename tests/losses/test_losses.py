@@ -294,7 +294,9 @@ def test_a_filter_with_an_exact_gradient_of_the_head_is_the_papers_cce_kahan_ful
     assert (found["both"][1] - found["exact"][1]).abs().max() > 1e-5, "as the head's is where both are"
 
 
-@pytest.mark.parametrize(("rows", "says"), [(2048, "2,048 tokens x 1,024 dimensions x 128,256 entries"), (16384, None)])
+@pytest.mark.parametrize(
+    ("rows", "says"), [(2048, "2,048 tokens x 1,024 dimensions x 128,256 of vocabulary"), (16384, None)]
+)
 def test_the_log_says_on_which_sizes_a_gpu_leaves_the_filter_out(rows, says, monkeypatch):
     available("cce_filter", CPU)
     config = replace(CONFIGS["cce_filter"], filter_if_faster=True, filter_unbiased=True)

@@ -91,27 +91,28 @@ def write_runs(group: Path, runs: list[Run]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the sentences
-def test_a_report_opens_with_memory_at_what_speed_then_the_loss_then_how_runs_ended() -> None:
+def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> None:
     runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
-    assert sentences(runs, verdicts(runs), []) == [
-        "Across 10 runs, cce_kahan used 28 % less memory than compiled at the same speed (within 1 %).",
-        "Its final validation loss lies 0.0020 nats above compiled's: 90 % interval +0.0020 to +0.0020 nats, 5 pairs.",
-        "Every run finished.",
+    assert sentences(runs, verdicts(runs)) == [
+        f"15 runs of GLA (mve) on {HERE['gpus'][0]['name']}: all finished.",
+        "They differ in loss (compiled, standard, cce_kahan); seed (5 values).",
+        "cce_kahan uses 28 % less memory than compiled at the same speed (within 1 %); its final validation loss is "
+        "0.0020 nats higher (90 % interval +0.0020 to +0.0020, 5 pairs).",
     ]
 
 
 def test_of_losses_that_need_the_same_memory_the_report_opens_with_the_fastest() -> None:
     runs = [*five("compiled"), *five("liger", gib=5, speed=700), *five("cce_kahan", gib=5.05, speed=1100)]
-    first, *_ = sentences(runs, verdicts(runs), [])
-    assert first.startswith("Across 10 runs, cce_kahan used 50 % less memory than compiled at 1.100 times its speed")
+    *_, last = sentences(runs, verdicts(runs))
+    assert last.startswith("cce_kahan uses 50 % less memory than compiled at 1.100 times its speed")
     failed = run("fla", status="out_of_memory", train_loss_nats=None, tokens_per_second=None)
-    *_, last = sentences([*runs, failed], verdicts([*runs, failed]), [])
-    assert last == "15 of 16 runs finished; the others: 1 out of memory."
+    first, *_ = sentences([*runs, failed], verdicts([*runs, failed]))
+    assert first.endswith(": 15 finished, 1 out of memory.")
 
 
 def test_one_loss_alone_is_compared_with_nothing() -> None:
-    assert sentences([run("liger")], verdicts([run("liger")]), [])[:2] == [
-        "1 run with loss=liger: nothing to compare with.",
+    assert sentences([run("liger")], verdicts([run("liger")]))[1:] == [
+        "loss=liger; there is no other run to compare it with.",
         "gla-liger-8-s0 reached a training loss of 5.0000 nats, 10.00 GiB at its peak, 1,000 tokens/s.",
     ]
 
@@ -119,9 +120,10 @@ def test_one_loss_alone_is_compared_with_nothing() -> None:
 def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
     cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
     runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
-    first, second, _ = sentences(runs, verdicts(runs), [])
-    assert first.endswith("memory and speed are compared on a GPU alone.")
-    assert "5 pairs" in second
+    first, _, last = sentences(runs, verdicts(runs))
+    assert "on a CPU" in first
+    assert "memory and speed are compared on a GPU alone" in last
+    assert "5 pairs" in last
 
 
 def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss() -> None:
@@ -137,7 +139,7 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
     group = tmp_path / "g"
     write_runs(group, FIVE_SEEDS)
     plain, _, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
-    assert not [word for word in ("reached", "target", "Targets", "asked") if word in plain.read_text()]
+    assert not [word for word in ("reached", "target", "Targets") if word in plain.read_text()]
     store_targets([LOSS, {"metric": "peak_memory_bytes", "at_most": 0.5, "of": "compiled"}], group)
     for source in ("group=g", f"summary={tmp_path / 'summaries' / 'g'}"):
         asked, *_ = make_report(load_config([source, f"results_dir={tmp_path}"], "report"))
@@ -149,7 +151,7 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
         assert (
             "| **not reached** | peak memory, ratio | 2.000 | 2.000 to 2.000 | 5 | ≤ 0.500 | gla | standard |" in text
         )
-        assert "The sweep's targets: 2 reached, 1 not reached, 1 inconclusive." in text
+        assert "<summary>Targets: 2 reached, 1 not reached, 1 inconclusive</summary>" in text
         shutil.rmtree(group, ignore_errors=True)
 
 
@@ -319,10 +321,10 @@ def test_details_are_folded_and_what_matters_is_not(page: Path) -> None:
     folded = re.findall(r"<details><summary><h2[^>]*>(.*?)</h2>", text)
     assert {"Runs", "How the runs were made", "Abbreviations", "How targets are judged"} <= set(folded)
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert headings[:2] == ["In short", "Targets"]
-    assert not {"In short", "Targets", "Plots"} & set(folded)
+    assert headings[:3] == ["In short", "Plots", "Targets: 2 not reached"]
+    assert set(headings) - set(folded) == {"In short", "Plots"}
     assert text.index("<img") < text.index("<table"), "a picture stands before the first table"
-    rows = [row for table in Page(text).tables if table[0][0].startswith("answer") for row in table[1:]]
+    rows = [row for table in Page(text).tables if table[0][0].startswith("result") for row in table[1:]]
     assert {row[0] for row in rows} == {"✗ not reached"}, "readable without colour"
 
 
@@ -341,9 +343,11 @@ def test_a_group_that_was_trained_here_is_a_report_of_one_file(
     paths = make_report(load_config(["group=tiny", f"results_dir={results}"], "report"))
     read = Page(paths[1].read_text())
     [first, second, third] = [text.strip() for text in read.texts["li"]][:3]
-    assert first.startswith("Across 4 runs on a CPU, cce_kahan stands beside standard")
-    assert "2 pairs" in second
-    assert third == "The sweep's targets: 1 inconclusive."
+    assert first == "4 runs of Transformer (smoke) on a CPU: all finished."
+    assert second == "They differ in loss (cce_kahan, standard); seed (0, 1)."
+    assert third.startswith("cce_kahan beside standard: ")
+    assert "2 pairs" in third
+    assert "Targets: 1 inconclusive" in read.texts["h2"]
     [of_the_runs] = [table for table in read.tables if any("status" in cell for cell in table[0])]
     assert len(of_the_runs) == 1 + 4
     [commands] = [text for text in read.texts["pre"] if text.strip()]

@@ -198,7 +198,7 @@ def test_the_bound_of_a_free_loss_is_that_of_the_wall_clock_where_steps_were_tim
     times |= {"wall_step_ms": 10.0, "host_step_ms": 6.0}
     runs = [*five("compiled", **times), *five("cce_kahan", speed=1300, **times)]
     found = only(judged(runs), SPEED, "cce_kahan", "compiled")
-    assert found.remark == "beyond what a free loss would give (1.250): noise; the host decides the speed"
+    assert found.remark == "beyond what a free loss would give (1.250): noise; CPU-bound"
 
 
 def test_speed_on_a_cpu_is_no_answer() -> None:
@@ -497,7 +497,7 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> No
         assert not [v for v in judged(of_runs) if v.value is not None and v.backend == "cce_kahan"]
         assert [one.mixture for one in of_runs] == [("device",), ()]
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in device; it takes part in no verdict**" in text
+    assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in device; no result counts it**" in text
     assert "| finished, a mixture |" in text
 
 

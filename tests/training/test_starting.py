@@ -226,7 +226,9 @@ def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vo
     fitting = fitted(small(f"init_from={tmp_path}/out", "group=other"))
     log = (fitting.directory.path / "train.log").read_text(encoding="utf-8")
     assert f"init_from={tmp_path}/out carries no tokenizer: whether its 512 ids" in log
-    with pytest.raises(ConfigError, match="carries no tokenizer, and has 512 entries where the data has 300") as error:
+    with pytest.raises(
+        ConfigError, match="carries no tokenizer, and has a vocabulary of 512 where the data has 300"
+    ) as error:
         Trainer(load_config([*texts("cats"), f"init_from={tmp_path}/out", "size.vocab_size=512"]))
     assert "tokenizer.json" in error.value.remedy
 

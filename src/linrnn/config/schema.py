@@ -138,7 +138,9 @@ class SizeConfig:
         MUST_BE_GIVEN, "parameters of one layer in units of d²; the MLP's width fills what the mixer leaves", minimum=0
     )
     vocab_size: int | None = option(
-        MUST_BE_GIVEN, "entries of embedding and head, at least the tokenizer's; null: the tokenizer's", minimum=2
+        MUST_BE_GIVEN,
+        "vocabulary size of embedding and head, at least the tokenizer's; null: the tokenizer's",
+        minimum=2,
     )
     tie_embeddings: bool = option(MUST_BE_GIVEN, "true: the head is the embedding; false: a matrix of its own")
     mixers: dict[str, MixerDims] = option(
@@ -189,7 +191,7 @@ class TokenizedDataConfig(DataConfig):
         None, "tokenizers JSON (also compressed), directory or hub name; null: trained on the text", path="read"
     )
     tokenizer_vocab_size: int = option(
-        4096, "entries, when the tokenizer is trained here (on the first 16 MiB)", minimum=257
+        4096, "vocabulary size, when the tokenizer is trained here (on the first 16 MiB)", minimum=257
     )
     max_tokens: int | None = option(
         None, "stop after this many training tokens, at a document's end; null: all", minimum=1
@@ -366,7 +368,7 @@ class TrainerConfig:
         choices=("none", "blocks"),
     )
     cuda_graph: bool = option(
-        False, "true: replay the forward and backward pass as one CUDA graph: the same losses, less work for the host"
+        False, "true: replay the forward and backward pass as one CUDA graph: the same losses, less work for the CPU"
     )
     deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
@@ -464,7 +466,7 @@ class FsdpConfig(DistributedConfig):
         None, "ranks that share one model; null: all; on several machines: the GPUs of one machine (HSDP)", minimum=1
     )
     blocks_together: int = option(
-        1, "blocks gathered in one collective; more need fewer calls of the host and more memory", minimum=1
+        1, "blocks gathered in one collective; more need fewer calls of the CPU and more memory", minimum=1
     )
     keep_gathered: bool = option(
         False, "true: gathered blocks stay until their backward pass: half the gathering, more memory"
@@ -535,13 +537,13 @@ class SweepConfig:
     """A sweep: a list of grids, whose points run in this order.
 
     A grid maps keys or groups to lists of values. Its points are all combinations of these values. `targets` are what
-    a report asks of the runs (linrnn.report.targets).
+    a report judges the runs by (linrnn.report.targets).
     """
 
     name: str = plain_name()
     overrides: list[str] = option(MUST_BE_GIVEN, "overrides of every point")
     grids: list[dict[str, list[Any]]] = option(MUST_BE_GIVEN, "all combinations of each grid, one grid after another")
-    targets: list[dict[str, Any]] = option([], "what a report asks of the runs (docs/sweeps.md)")
+    targets: list[dict[str, Any]] = option([], "what a report judges the runs by (docs/sweeps.md)")
     ranks: int = option(
         1, "processes that share each point, as torchrun starts them; needs parallel=fsdp, ddp or vocab", minimum=1
     )

@@ -51,7 +51,7 @@ def described(error: BaseException) -> str:
 def as_reason(error: BaseException) -> str:
     """What a benchmark's row says of an error, in one line.
 
-    Where memory ran out, what was asked for is enough: PyTorch goes on for 500 characters about this process.
+    Where memory ran out, the size that did not fit is enough: PyTorch goes on for 500 characters about this process.
     """
     reason = error.cause if isinstance(error, LinrnnError) else described(error)
     return _ASKED_FOR.sub(r"\1", reason.strip().splitlines()[0])

@@ -18,6 +18,9 @@ class Table:
     rows: Sequence[Sequence[object]]
     words: Collection[str] = ()
 
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
     def markdown(self) -> list[str]:
         """The lines of the Markdown table. A bar in a cell is escaped, so that no text can break a row."""
         rule = "|".join("---" if column in self.words else "--:" for column in self.columns)

@@ -15,7 +15,7 @@ from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
-LEAST_PRODUCTS = 3  # of a loss layer that computes its logits once: the logits, and the gradients of both factors
+LEAST_PRODUCTS = 3  # of a output layer that computes its logits once: the logits, and the gradients of both factors
 # Components that are computed again, by activation checkpointing. Selective keeps the results of all linear layers.
 RECOMPUTED = {"none": (), "selective": ("mixer_scan",), "full": ("mixer_projections", "mixer_scan", "mlp")}
 
@@ -29,7 +29,7 @@ class KernelFlops:
     Attributes:
         forward: the products of the forward pass.
         backward: twice the forward pass, for the gradients of both factors.
-        recomputed: computed again to save memory: activation checkpointing, a loss layer that recomputes its logits,
+        recomputed: computed again to save memory: activation checkpointing, a output layer that recomputes its logits,
             kernels that recompute their states or scores.
         update: the optimizer's: Muon's Newton-Schulz iterations. Elementwise work does not count.
     """

@@ -40,13 +40,13 @@ class MemoryEstimate:
         mixer, mlp, residual: activations saved for the backward pass by the token mixers, the MLPs, and the norms with
             the residual stream and the batch. With activation checkpointing `residual` is the blocks' inputs, and
             `mixer` and `mlp` are 0. With selective checkpointing the results of linear layers are `mixer` and `mlp`.
-        loss_inputs: the loss's inputs: hidden states, and the head if it is a copy. Freed after the loss layer's
+        loss_inputs: the loss's inputs: hidden states, and the head if it is a copy. Freed after the output layer's
             backward pass.
         block_backward: what the backward pass of one block holds beyond its saved activations. With FSDP this includes
             its gathered weights and those of the next block (or of all blocks that are gathered together).
-        loss_forward, loss_backward: the peaks of the loss layer's passes beyond their inputs, minus inputs that the
+        loss_forward, loss_backward: the peaks of the output layer's passes beyond their inputs, minus inputs that the
             backward pass has freed by then.
-        at_loss: the peak in the loss layer.
+        at_loss: the peak in the output layer.
         at_head: the peak while the head's gradient is cast to the parameter's dtype.
         at_blocks: the peak in the backward pass of the last block (which comes first), or of the first block (when
             nearly all gradients exist).
@@ -258,7 +258,7 @@ class _Step:
 
     @property
     def loss_tokens(self) -> int:
-        """Tokens in this rank's loss layer."""
+        """Tokens in this rank's output layer."""
         return self.ranks * self.tokens if self.by_vocabulary else self.tokens
 
     @property

@@ -122,7 +122,7 @@ def _entries(tokenizer: str) -> int:
 def vocabulary_size(config: DataConfig) -> int:
     """The `vocab_size` that :func:`prepare` will report for `config`, without reading its text.
 
-    A tokenizer that is trained on small text may get fewer entries than are asked for here.
+    A tokenizer that is trained on small text may get a smaller vocabulary than named here.
 
     Raises:
         DataError: the tokenizer cannot be loaded.

@@ -220,7 +220,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: the sample to learn from; the caller chooses its size.
-        vocab_size: entries wanted, at least 257 (256 bytes and the end token). A small sample gives fewer.
+        vocab_size: at least 257 (256 bytes and the end token). A small sample gives fewer.
     """
     bpe = HfTokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -146,7 +146,7 @@ def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
     shards = [min(each, max(0, vocab_size - rank * each)) for rank in range(ranks)]
     if shards[-1] == 0:
         raise ConfigError(
-            f"parallel=vocab: {vocab_size} vocabulary entries in shards of {each} leave some of {ranks} ranks empty",
+            f"parallel=vocab: a vocabulary size of {vocab_size} in shards of {each} leave some of {ranks} ranks empty",
             "use fewer parallel.shard_ranks, a larger size.vocab_size, or parallel=fsdp",
         )
     return shards

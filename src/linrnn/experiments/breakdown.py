@@ -77,7 +77,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
     """Measure training steps by component.
 
     After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
-    step measures the memory without a loss layer.
+    step measures the memory without a output layer.
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
@@ -283,7 +283,7 @@ def _memory_lines(b: Breakdown) -> list[str]:
         *Table(columns, rows, words=("memory",)).markdown(),
         "",
         "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
-        "the most that the loss layer's passes add, gradients of hidden states and head included. "
+        "the most that the output layer's passes add, gradients of hidden states and head included. "
         "peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.",
         "",
     ]
@@ -313,7 +313,7 @@ def _time_lines(b: Breakdown) -> list[str]:
         "",
         f"MFU {show(b.mfu, '.1%')} (the products that the model's definition needs), {show(b.mfu_6n, '.1%')} by 6N, "
         f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
-        "A part's time is the device's between entering and leaving it, gaps included; what the host "
+        "A part's time is the device's between entering and leaving it, gaps included; what the CPU "
         "does between steps is in none of these times."
         + (
             f" Shares with an interval: the median over {len(b.steps)} steps of one process, and Student's 90 % "
@@ -333,7 +333,7 @@ def _remarks_on_time(b: Breakdown) -> list[str]:
     return [
         "",
         "projections: the mixers' linear layers. scan: everything else in the mixers, which is the recurrence or the "
-        "attention, convolutions, gates and norms. host: until the host had given the device all work of the step. "
+        "attention, convolutions, gates and norms. host: until the CPU had given the device all work of the step. "
         "Where that is close to the whole step, the parts hold gaps in which the device waits.",
     ]
 

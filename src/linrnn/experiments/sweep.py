@@ -268,7 +268,7 @@ def outcome(summary: dict[str, Any]) -> str:
         )
     ]
     if host_decides(summary):
-        words.append(f"the host decides: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
+        words.append(f"CPU-bound: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
     if summary.get("gpu_shared"):
         words.append("times not measured")
     return f"finished: {', '.join(word for word in words if word)}"

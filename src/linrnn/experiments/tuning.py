@@ -200,7 +200,7 @@ def _table_to_extend(gpu: str, folder: Path, *, again: bool) -> Table:
     if table.versions != versions:
         there = ", ".join(f"{name} {number}" for name, number in table.versions.items())
         raise ConfigError(
-            f"the stored choices of {gpu} were made with {there}",
+            f"the autotune cache of {gpu} was made with {there}",
             "install these versions, or use again=true to make all choices anew",
         )
     return table

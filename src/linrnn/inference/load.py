@@ -120,7 +120,7 @@ class Reading:
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary entries of the model; the data may have fewer."""
+        """The model's vocabulary size; the data's may be smaller."""
         return vocab_size(self.directory)
 
     def batches(self, max_tokens: int | None) -> Sequence[Batch]:
@@ -188,7 +188,7 @@ def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> Non
         and data.tokenizer is None
         and vocabulary_size(data) == vocabulary_size(own)
     ):
-        return  # a tokenizer that is trained on small text has fewer entries than asked for
+        return  # a tokenizer that is trained on small text has a smaller vocabulary than named
     entries, its_own = vocabulary_size(data), vocab_size(directory)
     if entries > its_own:
         raise ConfigError(

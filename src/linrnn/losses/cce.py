@@ -335,5 +335,5 @@ class CceFilter(CceKahan):
         elif _filter_pays(config, n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors):
             return None
         else:
-            why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} entries"
+            why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} of vocabulary"
         return f"loss=cce_filter computes every step exactly: {why}; loss.filter_if_faster=false filters all the same"

@@ -1,6 +1,7 @@
 """Formulas of a loss's memory, traffic and products, for forecasts.
 
-A formula takes (loss, N tokens, D dimensions, V entries, bytes per element of hidden states, weight and logits).
+A formula takes (loss, N tokens, D dimensions, V tokens of the vocabulary, bytes per element of
+hidden states, weight and logits).
 
 * Memory: the peak bytes of the forward and of the backward pass beyond hidden states, weight and labels. The gradients
   of hidden states and weight are included. Every term is a tensor that the backend holds.

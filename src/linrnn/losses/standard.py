@@ -106,10 +106,10 @@ class Compiled(LossBackend):
 
 @register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, compiled_traffic, freed="hidden"))
 class CompiledNudged(Compiled):
-    """`compiled`, the gradient of the hidden states moved by one unit in the last place: the control of loss curves.
+    """`compiled`, the gradient of the hidden states moved by one unit in the last place: the noise-floor run.
 
     The distance between this loss's curve and compiled's shows how far moved last bits drive equal losses apart.
-    Entries move by a whole unit in one pattern, where a kernel's rounding follows no pattern. So the control can shift
+    Entries move by a whole unit in one pattern, where a kernel's rounding follows no pattern. So this run can shift
     a loss one way, as it does in fine-tuning (docs/study/appendix/e_filters.md).
     """
 

@@ -23,7 +23,7 @@ RANK_MULTIPLE = 8  # of `model.shared_projection_rank`: tensor cores take bf16 m
 
 
 def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architecture:
-    """The architecture of `model` at `size` with a vocabulary of `vocab_size` entries.
+    """The architecture of `model` at `size` of vocabulary size `vocab_size`.
 
     Raises:
         ConfigError: dimensions do not fit together, or the mixer leaves its layer no room for an MLP. With `model=fla`

@@ -55,7 +55,7 @@ def find_pretrained(source: str) -> Path:
 
 
 def pretrained_vocab_size(directory: Path, source: str) -> int:
-    """Number of vocabulary entries of the model in `directory`.
+    """The vocabulary size of the model in `directory`.
 
     Raises:
         DataError: its config.json cannot be read.

@@ -16,12 +16,12 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 class MemoryByComponent:
-    """Bytes of parameters, gradients, optimizer state, activations and the loss layer, and the peak.
+    """Bytes of parameters, gradients, optimizer state, activations and the output layer, and the peak.
 
     After :meth:`start`, the first call of :func:`watched_loss` and the first optimizer update are measured in detail.
     The host only reads the allocator's counters, so that step takes no longer than others. On CPU the tensors are
     counted. The peak there is the resident set of the whole process since its start, including imports and data
-    (`resident_peak`). Activations and loss layer cannot be separated on CPU.
+    (`resident_peak`). Activations and output layer cannot be separated on CPU.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -48,9 +48,9 @@ class MemoryByComponent:
         On CUDA:
 
         * `peak`: the most that was allocated at once since :meth:`start`.
-        * `activations`: allocated when the loss layer began, minus parameters, gradients and optimizer state. These are
-          saved activations, compute-dtype copies of weights, and the batch.
-        * `loss_forward`, `loss_backward`: the most that each pass of the loss layer allocated beyond that, including
+        * `activations`: allocated when the output layer began, minus parameters, gradients and optimizer state. These
+          are saved activations, compute-dtype copies of weights, and the batch.
+        * `loss_forward`, `loss_backward`: the most that each pass of the output layer allocated beyond that, including
           gradients of hidden states and weight.
         """
         state = (value for entry in self._optimizer.state.values() for value in entry.values())

@@ -1,4 +1,4 @@
-"""Observe the loss layer's passes: tell observers when a pass begins and ends, and mark the passes in a profile."""
+"""Observe the output layer's passes: tell observers when a pass begins and ends, and mark the passes in a profile."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class BackwardMark(torch.autograd.Function):
 
 
 class _BackwardEnds(torch.autograd.Function):
-    """Identity on the loss layer's inputs. Its backward pass runs once the gradients of both exist."""
+    """Identity on the output layer's inputs. Its backward pass runs once the gradients of both exist."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, end: Callable[[], None]) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class _BackwardEnds(torch.autograd.Function):
 
 
 class LossObserver(Protocol):
-    """Told when the loss layer's passes begin and end. :class:`MemoryByComponent` and :class:`LossTimer` are two."""
+    """Told when the output layer's passes begin and end. :class:`MemoryByComponent` and :class:`LossTimer` are two."""
 
     def loss_forward_begins(self) -> None: ...
     def loss_forward_ended(self) -> None: ...

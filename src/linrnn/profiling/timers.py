@@ -51,7 +51,7 @@ class StepTimer:
 
 
 class LossTimer:
-    """For each step, the time between the moments when the device enters and leaves the loss layer's passes.
+    """For each step, the time between the moments when the device enters and leaves the output layer's passes.
 
     Gaps in which the device waits for the host count. A small model's loss therefore takes longer than its kernels.
 

@@ -71,14 +71,21 @@ class Section:
     folded: bool = False
 
 
+def folded(title: str, *blocks: Block | None) -> Section:
+    """A folded section of those blocks that are not empty."""
+    return Section(title, [block for block in blocks if block], folded=True)
+
+
 def to_markdown(title: str, sections: Sequence[Section]) -> str:
     """The sections as one Markdown document."""
     lines = [f"# {title}", ""]
     for section in sections:
-        lines += [f"## {section.title}", ""]
+        heading = f"<details><summary>{escape(section.title)}</summary>" if section.folded else f"## {section.title}"
+        lines += [heading, ""]
         for block in section.blocks:
             content = [block] if isinstance(block, str) else block.markdown()
             lines += [*content, ""] if content else []
+        lines += ["</details>", ""] if section.folded else []
     return "\n".join(lines)
 
 

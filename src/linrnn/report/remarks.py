@@ -20,9 +20,9 @@ from linrnn.runs.figures import (
 from linrnn.runs.summary import MEAN_OF_LAST
 
 ON_CONTROL = (
-    f"`{CONTROL}` is the control of loss curves: `compiled`, whose gradient of the hidden states moves by one unit in "
-    "the last place in every step. Its difference from `compiled` is what rounding alone makes of equal losses. A loss "
-    "that differs no more than the control shows no difference of its own."
+    f"`{CONTROL}` is the noise-floor run: `compiled`, whose gradient of the hidden states moves by one unit in the "
+    "last place in every step. Its difference from `compiled` is rounding noise. A loss that differs no more shows no "
+    "difference of its own."
 )
 ON_DROPPED = (
     "`cce_filter` drops small entries in these runs (`loss.filter_unbiased=false`), so its gradients are biased. By "
@@ -30,7 +30,7 @@ ON_DROPPED = (
 )
 FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
 ABBREVIATIONS = (
-    "n: pairs of runs behind a value. B: sequences of a batch. T: tokens of a sequence. V: entries of the vocabulary.",
+    "n: pairs of runs behind a value. B: micro-batch size, in sequences. T: tokens of a sequence. V: vocabulary size.",
     "nats: the unit of a loss with the natural logarithm. Perplexity is e to the loss.",
     "MFU: model FLOPs utilisation, the share of the GPU's peak rate that the model's own FLOPs take. *By 6N* counts "
     "6 FLOPs for each of N parameters and each token, and adds attention and recurrence. A CPU run has neither.",
@@ -59,7 +59,7 @@ def _on_speed(runs: Sequence[Run]) -> str:
     if clock == NO_SPEED:
         return "Tokens/s are not measured: no run came past its warm-up."
     device = (
-        "come from a step's median device time. They leave out what the host does between steps and are to be measured "
+        "come from a step's median device time. They leave out the CPU's work between steps and are to be measured "
         "again by wall clock."
     )
     if clock == DEVICE_TIME:
@@ -71,12 +71,12 @@ def _on_speed(runs: Sequence[Run]) -> str:
 def on_runs(runs: Sequence[Run]) -> list[str]:
     """Remarks on single runs: failures, mixtures of origins, time that passes between steps, and uneven steps."""
     mixtures = [
-        f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; it takes part in no verdict**"
+        f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; no result counts it**"
         for run in runs
         if run.mixture
     ]
     slowed = [
-        f"**the host decides the speed of {run.name}**: {run.summary['host_step_ms']:.2f} ms of a step's "
+        f"**{run.name} is CPU-bound**: {run.summary['host_step_ms']:.2f} ms of a step's "
         f"{run.summary['wall_step_ms']:.2f} ms by wall clock are not the device's"
         for run in runs
         if host_decides(run.summary)
@@ -142,7 +142,7 @@ def _on_kernels(environment: dict[str, Any]) -> list[str]:
         return []
     first = f"{choices['first']} in their first configuration, " if choices.get("first") else ""
     return [
-        f"kernel choices of the first run: {choices['fingerprint']} ({choices['stored']} stored, {choices['near']} "
+        f"autotune cache of the first run: {choices['fingerprint']} ({choices['stored']} stored, {choices['near']} "
         f"stored for another batch, {first}{choices['tuned']} tuned at the run)"
     ]
 
@@ -168,7 +168,7 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------- the targets
 def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
-    """How verdicts are reached."""
+    """How results are reached."""
     lines = [RULES]
     if any(verdict.backend == CONTROL for verdict in found):
         lines.append(ON_CONTROL)

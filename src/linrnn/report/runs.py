@@ -342,13 +342,13 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def loss_time_share(run: Run) -> float | None:
-    """The loss layer's share of a step's time; None if it was not measured."""
+    """The output layer's share of a step's time; None if it was not measured."""
     times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
     return sum(times.values()) / step if times and step else None
 
 
 def loss_layer_share(run: Run) -> float | None:
-    """The most that the loss layer's passes add, including gradients, as a share of the peak; None on a CPU."""
+    """The most that the output layer's passes add, including gradients, as a share of the peak; None on a CPU."""
     memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
     sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
     return max(sizes) / peak if sizes and peak else None

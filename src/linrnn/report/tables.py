@@ -1,4 +1,4 @@
-"""The tables of a report: runs, verdicts, curves over the common steps of two runs, and what filters kept."""
+"""The tables of a report: runs, results, curves over the common steps of two runs, and what filters kept."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ ANSWERED = (REACHED, NOT_REACHED)
 
 @dataclass(frozen=True)
 class Answer:
-    """The word of a verdict in a cell: bold in Markdown; coloured and with a sign on the page."""
+    """The word of a result in a cell: bold in Markdown; coloured and with a sign on the page."""
 
     word: str
 
@@ -35,11 +35,11 @@ class Answer:
         return f"**{self.word}**"
 
 
-# --------------------------------------------------------------------------------------------------------- verdicts
+# ---------------------------------------------------------------------------------------------------------- results
 def of_verdicts(found: Sequence[Verdict]) -> Table:
-    """One row for each verdict with a value: answered ones first, then by target, compiled before eager.
+    """One row for each result with a value: reached or not first, then by target, compiled before eager.
 
-    Comparisons without a target lack the columns of answers. What was not measured has no row: see
+    Comparisons without a target lack the columns of result and target. What was not measured has no row: see
     :func:`not_measured`.
     """
     names = list(dict.fromkeys(verdict.target.name for verdict in found))
@@ -64,12 +64,12 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
             )
         )
     columns = (
-        *(["answer"] if judged else []),
-        *("what", "value", "90 % interval", "n"),
-        *(["asked"] if judged else []),
+        *(["result"] if judged else []),
+        *("metric", "value", "90 % interval", "n"),
+        *(["target"] if judged else []),
         *("model", "loss", "against", *(["setting and remarks"] if remarks else [])),
     )
-    return Table(columns, rows, words=("answer", "what", "model", "loss", "against", "setting and remarks"))
+    return Table(columns, rows, words=("result", "metric", "model", "loss", "against", "setting and remarks"))
 
 
 def _beside_target(verdict: Verdict) -> str:
@@ -124,7 +124,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
             f"tokens/s, {clock_of(runs).split(':')[0]}",
             "ratio",
             "step, ms" if all(on_cpu(run.summary) for run in runs if run.summary.get("device")) else "step, device ms",
-            "of it loss",
+            "of it output layer",
             "MFU",
             "MFU by 6N",
         ),
@@ -253,7 +253,7 @@ def of_free_losses(runs: Sequence[Run]) -> Table | None:
         if counts and share is not None and bound is not None:
             firsts.setdefault((run.summary["model"], name, checkpointed(run)), (run, share, bound))
     columns = (
-        *("model", "loss", "checkpointing", "B", "T", "V", "the loss's share of a step"),
+        *("model", "loss", "checkpointing", "B", "T", "V", "output layer, of the step"),
         "speed of a step without it",
     )
     rows = [

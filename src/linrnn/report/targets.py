@@ -1,4 +1,4 @@
-"""What a comparison measures (METRICS), what may be asked of it (a target), and how values become a verdict.
+"""What a comparison measures (METRICS), what a target demands of it, and how values become a result.
 
 A sweep's file may name targets:
 
@@ -85,13 +85,13 @@ _METRICS = (
         f"{_LEARNT}, at least every {SMOOTHED_STEPS // 2}th of them logged",
         **_DIFFERENCE,
     ),
-    Metric("backward_speed_up", "backward pass of the loss layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
+    Metric("backward_speed_up", "backward pass of the output layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
     Metric(
-        "loss_layer_share", "loss layer's share of peak memory, gradients counted", ".1%", "a run on a GPU", **_SHARE
+        "loss_layer_share", "output layer's share of peak memory, gradients counted", ".1%", "a run on a GPU", **_SHARE
     ),
     Metric(
         "loss_layer_share_without_gradients",
-        "loss layer's share of peak memory, without gradients",
+        "output layer's share of peak memory, without gradients",
         ".1%",
         "a run on a GPU",
         **_SHARE,
@@ -102,7 +102,7 @@ METRICS = {metric.name: metric for metric in _METRICS}
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of a metric; without a rule, only what is compared.
+    """A bound for a metric; without a rule, only what is compared.
 
     Attributes:
         rule: AT_MOST, AT_LEAST, WITHIN (equal up to the bound, in both directions), or "".
@@ -197,9 +197,9 @@ class Verdict:
         backend, against: the loss and the baseline, with the options that tell them from others of the group.
         value: median over the pairs; None if nothing was measured.
         low, high: the interval that decides: the 90 % interval, or the range of values that do not vary by chance.
-        n: number of pairs; for a loss layer's share, of runs.
+        n: number of pairs; for an output layer's share, of runs.
         verdict: REACHED or NOT_REACHED if the whole interval is on one side of the bound. INCONCLUSIVE if it is not, or
-            there are too few pairs. NOT_MEASURED if there is no value. COMPARED if nothing was asked.
+            there are too few pairs. NOT_MEASURED if there is no value. COMPARED without a target.
         setting: the setting that it is about, if there are several.
         remark: why it is inconclusive or not measured, or what else a reader must know.
     """
@@ -231,10 +231,10 @@ def judge(
     remark: str = "",
     doubts: Sequence[str] = (),
 ) -> Verdict:
-    """A verdict from one value per pair.
+    """A result from one value per pair.
 
     Args:
-        remark: shown with any verdict.
+        remark: shown with any result.
         doubts: reasons why the values decide nothing, however many there are.
     """
     names, metric = (target, model, backend, against), target.metric
@@ -251,11 +251,11 @@ def judge(
     return Verdict(*names, found.value, found.low, found.high, found.n, word, setting, words)
 
 
-# Stands below every table of verdicts.
+# How results are reached.
 RULES = (
-    "A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. The interval is "
-    "Student's 90 % interval of the pairs' mean; for ratios, of the geometric mean. *Reached* and *not reached* mean "
-    "that the whole interval lies on that side of what is asked. *Within* means two one-sided tests of equivalence. "
-    f"Speeds and losses of fewer than {LEAST_PAIRS} pairs are *inconclusive*. Memory does not scatter: one run "
-    "decides, and the interval is a range."
+    "A target is reached, or not reached, if the whole 90 % interval lies on that side of it; otherwise the result is "
+    "inconclusive. A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. "
+    "The interval is Student's of the mean; for ratios, of the geometric mean. *Within* means two one-sided tests of "
+    f"equivalence. Speeds and losses of fewer than {LEAST_PAIRS} pairs are inconclusive. Memory is the same in every "
+    "run: one pair is enough, and the interval is a range."
 )

@@ -1,4 +1,4 @@
-"""Compare runs paired by seed, and judge what targets ask: reached, not reached, inconclusive or not measured."""
+"""Compare runs paired by seed, and judge targets: reached, not reached, inconclusive or not measured."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from linrnn.runs.figures import by_wall_clock, host_decides
 from linrnn.runs.intervals import AT_LEAST, LEAST_PAIRS, WITHIN, pairs_for
 from linrnn.runs.mixtures import same_origin
 
-CONTROL = "compiled_nudged"  # judged against compiled, on losses alone: how far rounding drives equal losses apart
+CONTROL = "compiled_nudged"  # the noise-floor run: judged against compiled, on losses alone
 EXACT = "cce_kahan"
 SHARED = "not measured: the GPU was shared"
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
@@ -74,7 +74,7 @@ def _speed_ratio(run: Run, base: Run) -> Compared | None:
     return Compared(
         value / other,
         doubt="" if by_wall_clock(run.summary) else DEVICE_TIME,
-        note="the host decides the speed" if host_decides(run.summary) or host_decides(base.summary) else "",
+        note="CPU-bound" if host_decides(run.summary) or host_decides(base.summary) else "",
         limits=(1 / least, most) if least and most else None,
     )
 
@@ -112,13 +112,13 @@ def _curve_difference(run: Run, base: Run) -> Compared | None:
 
 
 def _backward_speed_up(run: Run, base: Run) -> Compared | None:
-    """Speed-up of the loss layer's own backward kernels."""
+    """Speed-up of the output layer's own backward kernels."""
     own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
     return Compared(other / own) if own and other and _timed(run, base) else None
 
 
 def free_loss_speed_up(run: Run) -> float | None:
-    """How many times as fast a run's steps would be if the loss layer took no time; None if unknown."""
+    """How many times as fast a run's steps would be if the output layer took no time; None if unknown."""
     of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
     step = summary["wall_step_ms"] or summary["step_time_ms_median"]
     if not of_loss or not step:
@@ -152,7 +152,7 @@ AT_FASTEST = "tokens_per_second_at_fastest_batch"
 BATCH, SPEED_AT_LARGEST = "max_sequences", "tokens_per_second_at_max_sequences"
 
 
-# ------------------------------------------------------------------------------------------------- all the verdicts
+# ------------------------------------------------------------------------------------------------- all the results
 Settings = Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # runs by setting, then by backend
 Rivals = Callable[[str, Iterable[str]], list[str]]  # a loss, and all losses -> further ones that it is compared with
 
@@ -165,11 +165,11 @@ def verdicts(
 ) -> list[Verdict]:
     """Every target for every model and loss of `runs`, for each kind of activation checkpointing and execution.
 
-    Each verdict is about the setting that most losses share. Runs that mix several origins are left out.
+    Each result is about the setting that most losses share. Runs that mix several origins are left out.
 
     Args:
         targets: empty: what every report compares, with the baseline that was run.
-        max_batches: as :mod:`linrnn.report.runs` reads them. Those of another origin are left out, and the verdict
+        max_batches: as :mod:`linrnn.report.runs` reads them. Those of another origin are left out, and the result
             says so.
         rivals: losses beside a target's own baselines, for comparisons of losses with enough pairs.
     """
@@ -239,7 +239,7 @@ def _against(
     setting: tuple[Any, ...],
     where: str,
 ) -> list[Verdict]:
-    """The verdicts on one loss's runs against one baseline."""
+    """The results of one loss's runs against one baseline."""
     base = by_setting[setting].get(against, [])
     remark = "" if base else f"{against} has no finished run in this setting"
     names = own[0].summary["model"], backend, against
@@ -397,7 +397,7 @@ def _largest_batches(
 
 
 def _searched(target: Target, own: dict[str, Any], base: dict[str, Any], names: tuple[str, str, str]) -> Verdict:
-    """A verdict from two searches for the largest batch.
+    """A result from two searches for the largest batch.
 
     A search that did not end exactly gives a lower bound. If it is the judged loss's, it can show that enough fits; it
     decides nothing else.
@@ -428,7 +428,7 @@ def _best_probe(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shares(targets: Sequence[Target], backend: str, runs: Sequence[Run], where: str) -> list[Verdict]:
-    """The loss layer's share of the peak: with the gradients that it returns, and without them."""
+    """The output layer's share of the peak: with the gradients that it returns, and without them."""
     shares: dict[str, dict[int, float]] = defaultdict(dict)
     for run in runs:
         s, memory = run.summary, run.summary.get("memory_bytes") or {}

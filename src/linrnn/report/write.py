@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from linrnn.config.strings import quoted
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.plot_style import save
-from linrnn.core.tables import Table
 from linrnn.report import plots, remarks, tables
-from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, to_html, to_markdown
+from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, folded, to_html, to_markdown
 from linrnn.report.runs import (
     COMMITTED,
     MAX_BATCHES,
@@ -31,8 +31,18 @@ from linrnn.report.runs import (
     write_committed,
 )
 from linrnn.report.summary import sentences
-from linrnn.report.targets import LEAST_STEPS, TARGETS, Target, Verdict, read_targets
-from linrnn.report.verdicts import verdicts
+from linrnn.report.targets import (
+    INCONCLUSIVE,
+    LEAST_STEPS,
+    NOT_MEASURED,
+    NOT_REACHED,
+    REACHED,
+    TARGETS,
+    Target,
+    Verdict,
+    read_targets,
+)
+from linrnn.report.verdicts import CONTROL, verdicts
 from linrnn.runs.intervals import WITHIN
 from linrnn.runs.summary import MEAN_OF_LAST
 
@@ -42,7 +52,7 @@ class Inputs:
     """What a report is made from, beside its runs.
 
     Attributes:
-        targets: what a sweep's file asks of the runs; empty: the report judges nothing.
+        targets: those of a sweep's file; empty: the report judges nothing.
         max_batches: as :mod:`linrnn.report.runs` reads them. Those of another origin are left out, and the report says
             so.
         source: what the runs were read from, and the command that writes the pages again; report.html shows both.
@@ -149,43 +159,41 @@ def write_pages(runs: Sequence[Run], directory: Path, title: str, inputs: Inputs
 def sections(
     runs: Sequence[Run], compared: Sequence[Verdict], inputs: Inputs, pictures: Sequence[Path] = ()
 ) -> list[Section]:
-    """A report's sections: three sentences and a picture, targets, comparisons, plots; the rest is folded."""
+    """A report's sections: three sentences and the plots; all tables are folded, those of results first."""
     judged = verdicts(runs, inputs.targets, inputs.max_batches) if inputs.targets else []
-    first: list[Block] = [Bullets(sentences(runs, compared, judged))]
+    first: list[Block] = [Bullets(sentences(runs, compared))]
     if warning := origin_warning(runs):
         first.append(f"**Warning**: {warning}.")
     made = [Section("In short", [*first, Pictures(pictures[:1])])]
-    made += of_verdicts("Targets", judged)
+    if pictures[1:]:
+        made.append(Section("Plots", [Pictures(pictures[1:])]))
     if judged:
-        made.append(Section("How targets are judged", remarks.on_rules(runs, judged), folded=True))
-    made += of_verdicts("Compared with the baseline", compared, folded=bool(judged))
-    made.append(Section("Plots", [Pictures(pictures[1:])]))
-    table_of_runs: list[Block] = [tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))]
-    made.append(Section("Runs", table_of_runs, folded=True))
+        made.append(folded(f"Targets: {_counted(judged)}", tables.of_verdicts(judged)))
+        made.append(folded("Targets: what is not measured", tables.not_measured(judged)))
+        made.append(folded("How targets are judged", *remarks.on_rules(runs, judged)))
+    made.append(folded("Compared with the baseline", tables.of_verdicts(compared)))
+    made.append(folded("What is not compared", tables.not_measured(compared)))
+    made.append(folded("Runs", tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))))
     if courses := tables.of_courses(runs):
-        made.append(Section("Over the steps that two runs have", [courses, tables.BATCH_NOISE], folded=True))
+        made.append(folded("Over the steps that two runs have", courses, tables.BATCH_NOISE))
     if filters := tables.of_filters(runs):
-        made.append(Section("What filters kept", [filters, _KEPT], folded=True))
+        made.append(folded("What filters kept", filters, _KEPT))
     if free := tables.of_free_losses(runs):
-        made.append(Section("If the loss layer took no time", [free, remarks.FREE_LOSS], folded=True))
-    made.append(Section("Abbreviations", [Bullets(remarks.ABBREVIATIONS)], folded=True))
-    made_by: list[Block] = [Bullets(remarks.on_origin(runs)), "Commands:"]
-    made_by.append(Commands([run.summary["command"] for run in runs]))
-    made.append(Section("How the runs were made", made_by, folded=True))
-    return [section for section in made if any(section.blocks)]
+        made.append(folded("If the output layer took no time", free, remarks.FREE_LOSS))
+    made.append(folded("Abbreviations", Bullets(remarks.ABBREVIATIONS)))
+    commands = Commands([run.summary["command"] for run in runs])
+    made.append(folded("How the runs were made", Bullets(remarks.on_origin(runs)), "Commands:", commands))
+    return [section for section in made if section.blocks]
 
 
 _KEPT = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {MEAN_OF_LAST} steps."
 
 
-def of_verdicts(title: str, found: Sequence[Verdict], folded: bool = False) -> list[Section]:
-    """A table of what was measured, answers first, and below it one of what was not."""
-    measured, missing = tables.of_verdicts(found), tables.not_measured(found)
-    blocks: list[tuple[str, Table | None, bool]] = [
-        (title, measured, folded),
-        (f"{title}: not measured", missing, True),
-    ]
-    return [Section(name, [table], folded=fold) for name, table, fold in blocks if table and table.rows]
+def _counted(judged: Sequence[Verdict]) -> str:
+    """How many targets came to which result. Those of the noise-floor run are not counted: it judges no loss."""
+    found = Counter(v.verdict for v in judged if v.backend != CONTROL)
+    words = (REACHED, NOT_REACHED, INCONCLUSIVE, NOT_MEASURED)
+    return ", ".join(f"{found[word]} {word}" for word in words if found[word])
 
 
 # ------------------------------------------------------------------------------------------------------------ plots

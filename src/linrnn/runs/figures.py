@@ -25,7 +25,7 @@ def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> 
     * `step_time_ms_median`: median of the device's time of a step. A record of several steps (`trainer.log_every`)
       holds their mean, and counts that many times.
     * `host_step_ms`: mean of wall-clock time minus device's time of a step.
-    * `loss_layer_ms`: medians for the loss layer's passes, like `step_time_ms_median`.
+    * `loss_layer_ms`: medians for the output layer's passes, like `step_time_ms_median`.
     """
     measured = [record for record in records if record.get("speed/measured_steps")]
     steps = sum(record["speed/measured_steps"] for record in measured)

@@ -1,6 +1,6 @@
 """The project's intervals: median and 90 % interval of paired values, and what they say about a bound.
 
-The tables of the loss layer alone and of Hugging Face models have another interval, :func:`interval_of_median`. It
+The tables of the output layer alone and of Hugging Face models have another interval, :func:`interval_of_median`. It
 decides no verdict.
 
 A value compares a run with the baseline's run of the same seed. Ratios are averaged as logarithms. The verdict is then

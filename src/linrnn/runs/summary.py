@@ -217,7 +217,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
             summary["step_time_ms_median"], ".1f", f" ms{'' if on_cpu(summary) else ' on the device'} (median)"
         )
         + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
-        "host": f"the host decides: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
+        "host": f"CPU-bound: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
         if host_decides(summary)
         else "-",
         "between steps": f"{summary['host_step_ms']:.1f} ms from step to step, for data, metrics and the console"

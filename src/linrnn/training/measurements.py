@@ -22,7 +22,7 @@ class Measurements:
     """This process's measurements of its steps.
 
     Attributes:
-        speed: time of the steps and of the loss layer.
+        speed: time of the steps and of the output layer.
         memory: bytes by component.
         gpu_shared: whether other runs compute on this process's GPU. Its speed is then not recorded.
         gpu_state: clocks, power and temperature at the last steps; None on a CPU and before that.

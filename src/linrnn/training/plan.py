@@ -89,7 +89,7 @@ class Plan:
         return self.unmeasured_steps if self.graphed_from is None else self.graphed_from
 
     def architecture(self, data_vocab_size: int) -> Architecture:
-        """The architecture with a vocabulary of `size.vocab_size` entries, or the data's number if that is null.
+        """The architecture of vocabulary size `size.vocab_size`, or the data's number if that is null.
 
         Raises:
             ConfigError: `size.vocab_size` is smaller than the data's vocabulary.

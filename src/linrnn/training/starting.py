@@ -324,7 +324,7 @@ def trained_architecture(directory: Path, config: Config) -> Architecture:
 
 
 def vocab_size(directory: Path) -> int:
-    """Vocabulary entries of a checkpoint's model; the data may have fewer."""
+    """The vocabulary size of a checkpoint's model; the data's may be smaller."""
     shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
     return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
@@ -354,7 +354,7 @@ def _check_pretrained(directory: Path, source: str, data: PreparedData) -> str |
     entries = pretrained_vocab_size(directory, source)
     if entries != data.vocab_size:
         raise ConfigError(
-            f"init_from={source} carries no tokenizer, and has {entries:,} entries where the data has "
+            f"init_from={source} carries no tokenizer, and has a vocabulary of {entries:,} where the data has "
             f"{data.vocab_size:,}: its ids stand for other text",
             f"put the {TOKENIZER} of its training beside its config.json, and use data.tokenizer={source}",
         )

@@ -197,7 +197,7 @@ class Trainer(BuiltRun):
         return self._graphed(batch)
 
     def _graph_of(self, batch: Batch, n_tokens: int) -> GraphedPasses:
-        """The passes as a CUDA graph. All steps have `n_tokens` labels. Nobody can time the loss layer in a replay."""
+        """The passes as a CUDA graph. All steps have `n_tokens` labels. The output layer cannot be timed in it."""
         self.session.console.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
 
         def passes(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ def bias_gradient_kernel(
     scale_ptr,  # () fp32 or None: dL/dloss
     V,
     per_logit,  # 1 / logit_scale
-    TILE: tl.constexpr,  # vocabulary entries of a tile
+    TILE: tl.constexpr,  # tokens of the vocabulary in a tile
     PLACES: tl.constexpr,
 ):
     """dbias of a tile of entries."""

@@ -28,7 +28,7 @@ def target_order_kernel(
     bounds_ptr,  # (tiles + 1,) int32, written; or None
     N,
     tiles,
-    TILE: tl.constexpr,  # vocabulary entries of a tile
+    TILE: tl.constexpr,  # tokens of the vocabulary in a tile
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):

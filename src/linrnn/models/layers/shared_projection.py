@@ -5,7 +5,7 @@
 All heads share W_down. It takes 2DR FLOPs a token; q, k and v take 2R for each of their columns instead of 2D. FLA's
 layer stays as it is: it calls `q_proj`, `k_proj` and `v_proj`, and each of them goes through the same z.
 
-Source: the study's proposal names shared projections (MFA, its number 063) as the next step once the loss layer is no
+Source: the study's proposal names shared projections (MFA, its number 063) as the next step once the output layer is no
 bottleneck. It gives no formula. Multi-matrix factorization attention (arXiv:2412.19255) also lets all heads share down
 projections, and goes further: its heads share one key and one value. Here every head has its own.
 """

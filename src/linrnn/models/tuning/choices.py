@@ -98,7 +98,7 @@ def use(mode: str, table: Table | None = None) -> None:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
             stored for another batch alone. `first`: from the table; kernels without a stored choice run in their first
             configuration. `strict`: from the table; a kernel without a choice is an error. `tune`: all are tuned.
-        table: the stored choices; None: all that this machine's GPU can use (:func:`stored_tables`).
+        table: the autotune cache; None: all that this machine's GPU can use (:func:`stored_tables`).
     """
     tables = None if table is None else (table,)
     _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
@@ -129,7 +129,7 @@ def remark() -> str | None:
     """A line on the choices of this run so far; None if there are none."""
     if (now := used()) is None:
         return None
-    line = f"kernel choices {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
+    line = f"autotune cache {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
     if _process.made_with:
         line += f" (some made {', '.join(sorted(_process.made_with))})"
     if now[FIRST]:

@@ -1,4 +1,4 @@
-"""The stored choices of one kind of GPU and one version of Triton: a JSON file that people can read and compare.
+"""The autotune cache of one kind of GPU and one version of Triton: a JSON file that people can read and compare.
 
     {"gpu": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0",
      "kernels": {"fla.modules.norm.layernorm:layer_norm_fwd_kernel":

@@ -13,20 +13,20 @@ IN_WORDS = {
     "selective": "with selective activation checkpointing",
     "full": "with activation checkpointing",
 }
-# The components of memory while the loss layer runs, with their colours.
+# The components of memory while the output layer runs, with their colours.
 PARTS = {
     "parameters": "#AAB7C4",
     "optimizer": "#7C8DA0",
     "activations": "#DCCFA8",
-    "loss layer": "#C03A2B",
+    "output layer": "#C03A2B",
 }
 
 
 def memory_parts(runs: Sequence[Run]) -> Any:
-    """Memory by component while the loss layer runs, one bar per loss, and the measured peak of the whole step.
+    """Memory by component while the output layer runs, one bar per loss, and the measured peak of the whole step.
 
     Each loss is drawn from its first seed's run. If the peak lies beyond the bar, it occurs elsewhere: in the layers'
-    backward pass, after the loss layer has released its memory.
+    backward pass, after the output layer has released its memory.
     """
     firsts: dict[tuple[str, str, str, int], Run] = {}
     for run, name in named(measured(runs)):
@@ -57,7 +57,7 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     commits = sorted({((run.environment.get("git") or {}).get("commit") or "unknown")[:7] for run in drawn})
     batches = sorted({f"{batch} x {run.summary['seq_len']:,} tokens" for (*_, batch), run in entries})
     note = "; ".join([*gpus, *batches, f"commit {', '.join(commits)}", "n = 1 a bar"])
-    close_bars(figure, axes, bars, "Where the memory of a training step goes", "GiB while the loss layer runs", note)
+    close_bars(figure, axes, bars, "Where the memory of a training step goes", "GiB while the output layer runs", note)
     return figure
 
 
@@ -82,10 +82,10 @@ def _bar(axes: Any, place: float, run: Run) -> dict[str, Any]:
 
 
 def _held(run: Run) -> dict[str, float]:
-    """Bytes by component; for the loss layer the larger of its two passes. Gradients of parameters come later."""
+    """Bytes by component; for the output layer the larger of its two passes. Gradients of parameters come later."""
     memory = run.summary.get("memory_bytes") or {}
     of_loss = max(memory.get("loss_forward", 0), memory.get("loss_backward", 0))
-    return {**{kind: memory.get(kind, 0) for kind in list(PARTS)[:-1]}, "loss layer": of_loss}
+    return {**{kind: memory.get(kind, 0) for kind in list(PARTS)[:-1]}, "output layer": of_loss}
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Speed, and the loss layer's share of time and memory, against what runs differ in. One panel per model."""
+"""Speed, and the output layer's share of time and memory, against what runs differ in. One panel per model."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ AXES = {
     "batch_size": ("sequences per batch", "Does a larger batch give speed?"),
     "chunk_size": ("tokens per chunk", "Which chunk size is fastest?"),
     "seq_len": ("tokens per sequence", "What do longer sequences cost?"),
-    "vocab_size": ("vocabulary, entries", "What does a larger vocabulary cost?"),
+    "vocab_size": ("vocabulary size", "What does a larger vocabulary cost?"),
 }
-SHARED_BY = ("seq_len", "vocab_size")  # what the loss layer's shares of time and memory are drawn against
+SHARED_BY = ("seq_len", "vocab_size")  # what the output layer's shares of time and memory are drawn against
 CROWDED = 0.12  # two ticks that are nearer than this part of a logarithmic axis would overlap
 
 
@@ -46,13 +46,13 @@ def scaling(runs: Sequence[Run], along: str) -> Any:
 
 
 def loss_time(runs: Sequence[Run], along: str) -> Any:
-    """The loss layer's share of a step's time against `along` (seq_len or vocab_size), one panel per model."""
-    return _shares(runs, along, loss_time_share, "loss layer / step, %", "How much of the time is the loss layer?")
+    """The output layer's share of a step's time against `along` (seq_len or vocab_size), one panel per model."""
+    return _shares(runs, along, loss_time_share, "output layer / step, %", "How much of the time is the output layer?")
 
 
 def loss_share(runs: Sequence[Run], along: str) -> Any:
-    """The loss layer's share of peak memory against `along` (seq_len or vocab_size), one panel per model."""
-    y_label, title = "loss layer / peak memory, %", "How much of the memory is the loss layer?"
+    """The output layer's share of peak memory against `along` (seq_len or vocab_size), one panel per model."""
+    y_label, title = "output layer / peak memory, %", "How much of the memory is the output layer?"
     return _shares(runs, along, loss_layer_share, y_label, title)
 
 
