@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.files import whole_lines, write_text
 from linrnn.core.machine import slug
-from linrnn.core.plot_style import GREY, WIDTH, Look, in_words, legend_below, looks, save, subplots
+from linrnn.core.plot_style import COLOURS, GREY, LOSSES, in_words, legend_below, looks, loss_of, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.losses import loss_names
 from linrnn.runs.environment import commit_in_words, describe_environment
@@ -201,7 +200,7 @@ def write_report(
     Rows without figures stand below their table with the reason. The last section holds the commands, commits, devices
     and versions behind the rows.
     """
-    drawn = [save(figure, directory / f"{stem}.png") for stem, figure in (pictures or {}).items()]
+    drawn = [save_picture(figure, directory / f"{stem}.png") for stem, figure in (pictures or {}).items()]
     lines = [f"# {title}: {directory.name}", ""]
     lines += [line for path in drawn for line in (f"![{path.stem}]({path.name})", "")]
     for heading, rows in sections.items():
@@ -230,60 +229,55 @@ def runs_section(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------------- picture
-@dataclass(frozen=True)
-class Point:
-    """A value on a line of the picture, with its interval if it has one.
+Bars = Mapping[str, Mapping[str, float]]  # a row of the picture -> a series -> its value
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 8.5, "bbox": _WHITE}  # a bar's value
 
-    Attributes:
-        line: its line's name. Points of one group with the same name share a line.
-        series: a loss with its options, which gives colour and marker.
-        note: words at the right.
+
+def bars(panels: Mapping[str, tuple[str, Bars]], title: str, note: str = "", at: float | None = None) -> Any:
+    """Horizontal bars with their values: a panel for each axis, a group for each row, a colour for each series.
+
+    Args:
+        panels: by the words of the axis: the format of its values, and the bars.
+        at: where a vertical line stands.
     """
-
-    line: str
-    series: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
-
-
-def forest(groups: Mapping[str, Sequence[Point]], title: str, axis: str, at: float = 1.0) -> Any:
-    """The lines of each group below its heading, and a vertical line at `at`. A point without an interval is hollow."""
-    points = [point for own in groups.values() for point in own]
-    found = looks(point.series.replace(",", "") for point in points)
-    lines = {heading: list(dict.fromkeys(point.line for point in own)) for heading, own in groups.items()}
-    headings = sum(0.2 + 0.17 * len(wrap(heading, 110)) for heading in groups)
-    height = 1.4 + 0.19 * len(found) + headings + 0.26 * sum(map(len, lines.values()))
-    figure, panel = subplots(figsize=(WIDTH, height))
-    across, places, y = panel.get_yaxis_transform(), dict[float, str](), 0.0
-    for heading, own in groups.items():
-        y -= 1.3
-        panel.text(0, y, "\n".join(wrap(heading, 110)), transform=across, va="center", weight="bold", size=9)
-        for name in lines[heading]:
-            y -= 1
-            places[y] = name
-            for point in (point for point in own if point.line == name):
-                look = found[point.series.replace(",", "")]
-                hollow = {"markerfacecolor": "white"} if point.low is None or point.high is None else {}
-                if not hollow:
-                    panel.plot([point.low, point.high], [y, y], color=look.colour, linewidth=1.5)
-                panel.plot([point.value], [y], **{**look.point, **hollow})
-                panel.text(1.01, y, point.note, transform=across, va="center", size=8.5)
-    panel.axvline(at, color=GREY, linewidth=0.8, zorder=1)
-    panel.set_yticks(list(places), list(places.values()))
-    panel.set_ylim(y - 0.8, -0.4)
-    panel.grid(axis="y", visible=False)
-    panel.margins(x=0.08)
-    panel.set_xlabel(axis)
+    rows = list(dict.fromkeys(row for _, values in panels.values() for row in values))
+    series = list(dict.fromkeys(name for _, values in panels.values() for own in values.values() for name in own))
+    found = looks(series) if all(loss_of(name) in LOSSES for name in series) else {}
+    colours = {name: found[name].colour if found else COLOURS[i] for i, name in enumerate(series)}
+    step = len(series) + 0.7
+    size = (8, 1.5 + 0.21 * step * len(rows) + 0.2 * note.count("\n"))
+    figure, [grid] = subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    lines: dict[str, Any] = {}
+    for axes, (axis, (form, values)) in zip(grid, panels.items(), strict=True):
+        for number, row in enumerate(rows):
+            for name, value in values.get(row, {}).items():
+                y = number * step + series.index(name)
+                lines[in_words(name) if found else name] = axes.barh(y, value, 0.9, color=colours[name])
+                axes.annotate(f"{value:{form}}", (value, y), (3, 0), **BESIDE)
+        if at is not None:
+            axes.axvline(at, color=GREY, linewidth=0.8)
+        axes.set(xlabel=axis, xlim=(0, 1.14 * max(max(own.values()) for own in values.values())))
+        axes.grid(visible=False, axis="y")
+    grid[0].set_yticks([number * step + (len(series) - 1) / 2 for number in range(len(rows))], rows)
+    grid[0].invert_yaxis()
     figure.suptitle(title)
-    if any(point.line != point.series for point in points):
-        legend_below(figure, legend(panel, found))
-    else:
-        figure.tight_layout()
+    legend_below(figure, lines if len(series) > 1 else {}, note)
     return figure
 
 
-def legend(panel: Any, found: Mapping[str, Look]) -> dict[str, Any]:
-    """What a legend shows for each look."""
-    return {in_words(label): panel.plot([], [], **look.point)[0] for label, look in found.items()}
+def devices_of(directory: Path) -> str:
+    """The names of the GPUs, or of the CPUs, on which the rows of a directory were measured."""
+    found = [run["environment"] for run in read_runs(directory).values()]
+    names = dict.fromkeys(name for one in found for name in [gpu["name"] for gpu in one["gpus"]] or [one["cpu"]])
+    return ", ".join(map(str, names))
+
+
+def save_picture(figure: Any, path: Path) -> Path:
+    """Write a PNG and, beside it, an SVG without dates or random names. Returns the PNG's path."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    return save(figure, path)

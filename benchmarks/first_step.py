@@ -35,7 +35,6 @@ TRAIN = CONFIG_DIR.parent / "train.py"
 FIRST_STEP = "step 1 took "  # how the line begins that train.py prints after its first step
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # environment variables: where compiled kernels are kept
 CHOICES = ("stored", "near", "first", "tuned")  # of kernels, see Row
-LIMIT_SECONDS = 30.0  # the target
 LAST_LINES = 15  # of a run that ends before its first step
 # The stages of a run's start, as environment.json names them, in words.
 STAGES = {
@@ -169,27 +168,20 @@ def _until_first_step(process: "subprocess.Popen[str]", line: str, say: common.S
 
 # ------------------------------------------------------------------------------------------------------- the page
 def write_report(directory: Path) -> list[Path]:
-    """Write first_step.md, and first_step.png; returns the paths of page and PNG.
+    """Write first_step.md; returns its path.
 
-    The runs of a line stand apart for each call of the benchmark: machines differ.
+    The runs of a configuration stand apart for each call of the benchmark: machines differ.
     """
-    rows = read_rows(directory)
-    points: dict[str, list[common.Point]] = {}
     sections: dict[str, list[Row]] = {}
-    for own in common.grouped(rows, key=lambda row: (row.run, row.line)):
-        found, title = estimate([row.seconds for row in own], ratios=False), _title(own[0])
+    for own in common.grouped(read_rows(directory), key=lambda row: (row.run, row.line)):
+        found = estimate([row.seconds for row in own], ratios=False)
         figures = f"{found.value:.1f} s ({common.interval(found.low, found.high, '.1f')}), n = {found.n}"
-        sections[f"{own[0].run}: {title}: {figures}: `{own[0].line}`"] = own
-        points.setdefault(f"call {own[0].run}", []).append(
-            common.Point(title, title, found.value, found.low, found.high, f"{found.value:.1f} s, n = {found.n}")
-        )
+        sections[f"{own[0].run}: {_title(own[0])}: {figures}: `{own[0].line}`"] = own
     stages = {words: partial(_end_of, stage) for stage, words in STAGES.items()}
     kernels = {name: f"{name}:d" for name in CHOICES}
     columns: common.Columns = {"run": "number:d", **stages, **kernels}
-    axis = f"seconds from the command, median; bars: 90 % intervals of the mean; line: {LIMIT_SECONDS:g} s, as asked"
     title = "Seconds to the end of the first step, without compiled kernels"
-    picture = {"first_step": common.forest(points, title, axis, LIMIT_SECONDS)}
-    return common.write_report(directory, "first_step", title, sections, columns, picture)
+    return common.write_report(directory, "first_step", title, sections, columns)
 
 
 def _title(row: Row) -> str:

@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
-from benchmarks.loss_pictures import error_plot, filter_eps, kind_in_words, shape_in_words
+from benchmarks.loss_pictures import error_plot, kind_in_words, on_named_shapes, shape_in_words
 from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
 from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
 from linrnn.config import cli
@@ -541,32 +541,17 @@ def report_set(config: BenchConfig) -> list[Path]:
 
 
 def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
-    """Write <name>.md and <name>.png, time by shape, from rows of one device; returns their paths.
-
-    Where rows differ in `filter_eps`, <name>_error.png shows errors against time.
-    """
+    """Write <name>.md from rows of one device, and the pictures that the rows allow; returns their paths."""
     if not rows:
         raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
-    title, pictures = "The output layer alone", dict[str, Any]()
     sections: dict[str, list[Row]] = {}
-    points: dict[str, list[common.Point]] = {}
     for own in common.grouped(rows, key=lambda row: row.problem):
         origin = f" ({own[0].trained})" if own[0].trained else ""
-        sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, products in {own[0].dtype}"] = own
-        points.setdefault(kind_in_words(own[0]), []).extend(
-            common.Point(
-                shape_in_words(row), row.label, row.ratio_to_compiled,
-                row.ratio_to_compiled_low, row.ratio_to_compiled_high,
-            )
-            for row in own
-            if row.ratio_to_compiled is not None and row.backend not in (BASELINE, f"{BASELINE} {AGAIN}")
-        )  # fmt: skip
-    if any(points.values()):
-        axis = "time / torch.compile's in the same round (better: left); bars: 95 % intervals"
-        pictures[name] = common.forest(points, f"{title}: forward and backward pass", axis)
-    if len({filter_eps(row) for row in rows} - {None}) > 1:
-        pictures[f"{name}_error"] = error_plot(rows)
-    return common.write_report(directory, name, f"{title}, {name}", sections, COLUMNS, pictures)
+        sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
+    device = common.devices_of(directory)
+    drawn = {name: on_named_shapes(rows, device), f"{name}_error": error_plot(rows, device)}
+    pictures = {stem: figure for stem, figure in drawn.items() if figure is not None}
+    return common.write_report(directory, name, f"The output layer alone, {name}", sections, COLUMNS, pictures)
 
 
 def main(config: BenchConfig) -> None:

@@ -1,29 +1,42 @@
-"""Pictures of the output layer alone: time against memory or errors, and the first picture of the README."""
+"""Pictures of the output layer alone: time against memory or errors, and the first picture of the kernels' page."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.common import grouped
-from benchmarks.loss_rows import AGAIN, BAR, EXACT, Row
-from linrnn.core.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, looks, subplots
+from benchmarks.common import bars, grouped
+from benchmarks.loss_rows import AGAIN, BAR, EXACT, FLOOR, Row
+from linrnn.core.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, looks, loss_of, subplots
 from linrnn.models.facts import model_in_words
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
-MEMORY = {"extra_mib": "memory beyond inputs and gradients, MiB"}
-ERRORS = {"de_err": "error of dE", "dc_err": "error of dC", "dc_sum_err": "error of dC, summed over batches"}
+LOGITS = {"peaked": "trained-like", "flat": "random-init"}
+NAMED = {  # one shape of the sets `grid` and `rivals_grid` for each vocabulary: the output layer of
+    "8192x5120x32000": "Llama 2 13B",
+    "65536x768x50257": "GPT-2",
+    "16384x2048x65536": "RWKV-7 1.5B",
+    "llama_1b3": "Llama 3.2 1B",
+    "4096x4096x128256": "Llama 3 8B",
+    "4096x7168x129280": "DeepSeek V3",
+    "8192x4096x151936": "Qwen 3 8B",
+    "3001x2880x201088": "gpt-oss",
+    "gemma2_2b": "Gemma 2 2B",
+    "8192x2560x262144": "Gemma 3 4B",
+}
+FILTERS = {  # the settings that the picture of errors shows, by a row's text without filter_if_faster; words and place
+    "compiled": ("torch.compile", (11, 8), "left"),
+    "cce_kahan": ("cce_kahan: exact", (11, 0), "left"),
+    "cce_filter": ("cce_filter: samples small gradients", (0, -16), "center"),
+    "cce_filter filter_unbiased=false": ("cce_filter: drops small gradients", (-12, 0), "right"),
+    "cce_apple": ("Apple's cce: drops small gradients", (-12, 0), "right"),
+}
 BETTER = "(better: down and left)"
 BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # the box of a name
 # Places for a point's name: offset in points, horizontal and vertical alignment. The first free place is taken.
 BESIDE = [(0, -9, "center", "top"), (0, 9, "center", "bottom"), (9, 0, "left", "center"), (-9, 0, "right", "center")]
 BESIDE += [(7, -7, "left", "top"), (-7, -7, "right", "top"), (7, 7, "left", "bottom"), (-7, 7, "right", "bottom")]
 BESIDE += [(0, -22, "center", "top"), (0, 22, "center", "bottom")]
-
-
-def filter_eps(row: Row) -> float | None:
-    """The threshold that a row's text gives."""
-    found = re.search(r"\bfilter_eps=(\S+)", row.backend)
-    return float(found[1]) if found else None
 
 
 def shape_in_words(row: Row) -> str:
@@ -37,59 +50,60 @@ def shape_in_words(row: Row) -> str:
 
 
 def kind_in_words(row: Row) -> str:
-    return f"{row.logits} logits, {row.gradients} gradients"
+    return f"{LOGITS.get(row.logits, row.logits)} logits, {row.gradients} gradients"
 
 
-def tradeoff_plot(rows: Sequence[Row]) -> Any:
-    """Time relative to torch.compile against extra memory, one panel a problem."""
-    return _scatter(rows, MEMORY, f"The output layer alone: time against memory {BETTER}")
+def on_named_shapes(rows: Sequence[Row], device: str) -> Any | None:
+    """Time relative to torch.compile's of our exact loss, beside the lower bound or the fastest setting of QuACK."""
+    values: dict[str, dict[str, float]] = {}
+    for shape, model in NAMED.items():
+        own = [row for row in _timed(rows) if row.shape == shape and row.logits == "peaked" and not row.workspace_mib]
+        times: dict[str, float] = {}
+        for row in own:
+            loss = loss_of(row.backend)
+            times[loss] = min(row.ratio_to_compiled or math.inf, times.get(loss, math.inf))
+        if own and "cce_kahan" in times:
+            kept = ("cce_kahan", "quack") if "quack" in times else ("cce_kahan", FLOOR)
+            values[f"{model}\n{own[0].n:,} x {own[0].d:,} x {own[0].v:,}"] = {loss: times[loss] for loss in kept}
+    if not values:
+        return None
+    if any("quack" in own for own in values.values()):
+        faster = sum(own["cce_kahan"] < own["quack"] for own in values.values())
+        title = f"cce_kahan is faster than QuACK on {faster} of {len(values)} models' output layers"
+    else:
+        low, high = (pick(own["cce_kahan"] for own in values.values()) for pick in (min, max))
+        title = f"Exact gradients in {low:.2f} to {high:.2f} times torch.compile's time"
+    note = f"{device}, forward and backward, trained-like logits, tokens x hidden size x vocabulary size."
+    note += " Lower bound: three GEMMs." if FLOOR in next(iter(values.values())) else " QuACK: its fastest chunk size."
+    return bars({"time / torch.compile's": (".2f", values)}, title, note, at=1)
 
 
-def error_plot(rows: Sequence[Row]) -> Any:
-    """Time against the error of each gradient, and of dC summed over batches: one column a problem with thresholds."""
-    filtered = {row.problem for row in rows if filter_eps(row) is not None}
-    fields = {name: told for name, told in ERRORS.items() if any(getattr(row, name) is not None for row in rows)}
-    own = [row for row in rows if row.problem in filtered]
-    return _scatter(own, fields, f"Time against error of the gradients, relative to fp64 {BETTER}")
-
-
-def _scatter(rows: Sequence[Row], fields: Mapping[str, str], title: str) -> Any:
-    """Ratio of time to torch.compile's against each field, with 95 % intervals. A line joins the settings of a rule."""
-    from matplotlib.ticker import LogLocator
-
-    drawn = [row for row in _timed(rows) if any(getattr(row, field) is not None for field in fields)]
-    problems, found = grouped(drawn, key=lambda row: row.problem), looks(_rules(drawn))
-    panels = [(field, own) for field in fields for own in problems]
-    columns = len(problems) if len(fields) > 1 else min(len(problems), 2 if len(problems) <= 4 else 3)
-    lines = -(-len(panels) // columns)
-    size = (min(3.4 + 3.4 * columns, WIDTH), 1.4 + 2.7 * lines + 0.19 * -(-len(found) // 2))
-    figure, grid = subplots(lines, columns, figsize=size, squeeze=False)
-    for panel, (field, own) in zip(grid.flat, panels, strict=False):
-        there = [row for row in own if getattr(row, field) is not None]
-        for rule, settings in _rules(there).items():
-            places = [(max(getattr(row, field), 1) if field in MEMORY else getattr(row, field)) for row in settings]
-            for x, row in zip(places, settings, strict=True):
-                panel.plot([x, x], _ends(row), color=found[rule].colour, linewidth=1.5, zorder=2)
-            look = {**found[rule].line, "linewidth": 1.3} if len(settings) > 1 else found[rule].point
-            panel.plot(places, [row.ratio_to_compiled for row in settings], **look)
-        panel.set_title(f"{shape_in_words(own[0])}\n{kind_in_words(own[0])}", fontsize=9 if columns < 3 else 8)
-        panel.set(xscale="log", xlabel=fields[field])
-        panel.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.xaxis.set_minor_formatter("")
-        _ratio_axis(panel, there)
-    for spare in grid.flat[len(panels) :]:
-        spare.set_axis_off()
-    for row in grid:
-        row[0].set_ylabel("time / torch.compile's")
-    figure.suptitle(title)
-    shown = {in_words(rule): grid[0, 0].plot([], [], **look.point)[0] for rule, look in found.items()}
-    legend_below(figure, shown, "Forward and backward pass. Bars: 95 % intervals.")
+def error_plot(rows: Sequence[Row], device: str) -> Any | None:
+    """Time against the error of d(hidden) of each of FILTERS, on the first problem that has all of them."""
+    for own in grouped(_timed(rows), key=lambda row: row.problem):
+        found = {row.backend.replace("filter_if_faster=false", "").strip().replace("  ", " "): row for row in own[::-1]}
+        if FILTERS.keys() <= found.keys() and all(found[name].de_err for name in FILTERS):
+            break
+    else:
+        return None
+    figure, axes = subplots(figsize=(8, 4.2))
+    for name, (words, beside, side) in FILTERS.items():
+        row, look = found[name], looks([loss_of(name)])[loss_of(name)]
+        hollow = {"markerfacecolor": "white", "markeredgewidth": 1.8} if "false" in name else {}
+        at = row.de_err, row.ratio_to_compiled
+        axes.plot(*at, **{**look.point, "markersize": 10, **hollow})
+        axes.annotate(words, at, beside, textcoords="offset points", ha=side, va="center")
+    sampled, dropped = (found[name].de_err or 1 for name in ("cce_filter", "cce_filter filter_unbiased=false"))
+    axes.set(xscale="log", ylim=(0, 1.8), xlabel="relative error of d(hidden)", ylabel="time / torch.compile's")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.axhline(1, color=GREY, linewidth=0.8, zorder=1)
+    figure.suptitle(f"Dropping small gradients gives {dropped / sampled:.0f} times the error of sampling them")
+    legend_below(figure, {}, f"{device}, {shape_in_words(own[0])}, forward and backward.")
     return figure
 
 
 def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
-    """Time against memory of every loss on two shapes, each point named: the first picture of the README.
+    """Time against memory of every loss on two shapes, each point named.
 
     Filled points have exact gradients (Row.exact), hollow points do not. Bars are 95 % intervals of the time's ratio.
     """
@@ -115,7 +129,7 @@ def hero(rows: list[Row], shapes: Sequence[str], device: str) -> Any:
     panels[0].set_ylim(panels[0].get_ylim())  # of every panel: the ticks' view interval reaches the first one alone
     panels[0].set_ylabel("forward + backward time / torch.compile's")
     figure.suptitle(f"As fast as torch.compile in less memory: the output layer alone {BETTER}")
-    kind = f"{device}, {own[0].logits} logits, {own[0].gradients} gradients"
+    kind = f"{device}, {kind_in_words(own[0])}"
     filled = f"Filled: gradients are exact up to rounding (errors below {EXACT[own[0].dtype]:g}). Hollow: approximate."
     legend_below(figure, {}, f"{kind}. Bars: 95 % intervals.\n{filled}")
     for panel, shape in zip(panels, shapes, strict=True):  # once the panels have their places
@@ -136,14 +150,6 @@ def _ends(row: Row) -> list[float | None]:
 
 def _gib(row: Row) -> float:
     return (row.extra_mib or 0) / 1024
-
-
-def _rules(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by backend without its threshold. The rows of a rule follow the order of their thresholds."""
-    rules: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: -(filter_eps(row) or 0)):
-        rules.setdefault(" ".join(word for word in row.label.split() if "filter_eps=" not in word), []).append(row)
-    return rules
 
 
 def _ratio_axis(panel: Any, rows: Sequence[Row]) -> None:

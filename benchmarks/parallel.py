@@ -32,13 +32,13 @@ from linrnn.core.errors import ConfigError, DataError, UnsupportedError, ran_out
 from linrnn.core.files import write_json, write_text
 from linrnn.core.machine import GIB, slug
 from linrnn.core.output import say
-from linrnn.core.plot_style import save
 from linrnn.core.tables import show
 from linrnn.distributed import DistributedRanks, Launch, Ranks, join
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
+from linrnn.models.facts import model_in_words
 from linrnn.runs.environment import command_line, describe_environment
 from linrnn.runs.intervals import Estimate, estimate
 from linrnn.training.optimizer import build_optimizer
@@ -475,7 +475,7 @@ def write_pages(directory: Path) -> list[Path]:
         own, page = [run for run in runs if run.device == device], directory / f"{slug(device)}.md"
         lines = [f"# Several GPUs against one: {device}", ""]
         if picture := weak_scaling(own):
-            paths.append(save(picture, page.with_suffix(".png")))
+            paths.append(common.save_picture(picture, page.with_suffix(".png")))
             lines += [f"![Weak scaling of training steps]({page.stem}.png)", ""]
         for key, (title, columns) in TABLES.items():
             numbers = {id(row): number for number, run in enumerate(own, start=1) for row in getattr(run, key)}
@@ -488,18 +488,30 @@ def write_pages(directory: Path) -> list[Path]:
     return paths
 
 
+GRAPHED, PLAIN = "with CUDA graphs", "without CUDA graphs"
+WORDS = {"ddp": "DDP", "fsdp": "FSDP", "vocab": "vocab-parallel"}
+
+
 def weak_scaling(runs: list[Measured]) -> Any:
-    """Efficiency of every row of weak scaling, a heading for each model and batch; None if no run measured any."""
-    groups: dict[str, list[common.Point]] = {}
-    for row in sorted((row for run in runs for row in run.steps), key=lambda row: (row.method, row.ranks)):
-        if row.scaling == "weak" and row.efficiency is not None:
-            found = row.interval or Estimate(1, row.efficiency, None, None)
-            heading, name = f"{row.model} {row.size}, {row.sequences_of_rank} sequences a rank", row.method
-            name += f" on {row.ranks} GPUs"
-            point = common.Point(name, name, row.efficiency, found.low, found.high, f"n = {found.n}")
-            groups.setdefault(heading, []).append(point)
-    axis = "tokens/s of N GPUs / (N x tokens/s of one); hollow: one measurement, bars: 90 % intervals"
-    return common.forest(dict(sorted(groups.items())), "Weak scaling of training steps", axis) if groups else None
+    """Efficiency of FSDP and vocab-parallel with and without CUDA graphs, and of DDP, where both were measured."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, list[float]]]] = {}
+    for row in (
+        row for run in runs for row in run.steps if row.scaling == "weak" and row.efficiency and not row.keep_gathered
+    ):
+        key, series = (row.model, row.size, row.sequences_of_rank, row.ranks), GRAPHED if row.cuda_graph else PLAIN
+        found.setdefault(key, {}).setdefault(row.parallel, {}).setdefault(series, []).append(row.efficiency)
+    both = {key: own for key, own in found.items() if any({GRAPHED, PLAIN} <= of.keys() for of in own.values())}
+    if not both:
+        return None
+    (model, size, sequences, ranks), own = max(both.items(), key=lambda entry: len(entry[1]))
+    values = {
+        WORDS[name]: {series: statistics.median(own[name][series]) for series in own[name]} for name in sorted(own)
+    }
+    graphed, plain = ([of[series] for of in values.values() if GRAPHED in of] for series in (GRAPHED, PLAIN))
+    title = f"With CUDA graphs each of {ranks} GPUs keeps {min(graphed):.0%} of its speed, without {min(plain):.0%}"
+    setting = f"{model_in_words(model)} {size}, {ranks} x {runs[0].device}, {sequences} sequences a GPU"
+    axis = "tokens/s of a GPU among several / of one alone"
+    return common.bars({axis: (".2f", values)}, title, f"{setting}. Medians of repetitions.", at=1)
 
 
 # -------------------------------------------------------------------------------------------------------- the whole

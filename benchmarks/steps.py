@@ -475,7 +475,7 @@ def _median(name: str) -> Callable[[Row], str]:
 
 
 def write_report(directory: Path) -> list[Path]:
-    """Write steps.md, and steps.png where there are ratios; returns the paths of page and PNG."""
+    """Write steps.md; returns its path."""
     rows = read_rows(directory)
     titles = titles_of(rows)
     sections = {titles[own[0].line]: own for own in common.grouped(rows, key=lambda row: row.line)}
@@ -489,7 +489,7 @@ def write_report(directory: Path) -> list[Path]:
         f"/ {EAGER}, 90 %": _to_eager(rows),
         "tokens/s": "tokens_per_second:,.0f",
         "device, ms": _median("device_ms"),
-        "host, ms": _median("host_ms"),
+        "CPU, ms": _median("host_ms"),
         "output layer, ms": "loss_layer_ms:.1f",
         "share": "loss_layer_share:.1%",
         "peak, GiB": "peak_gib:.2f",
@@ -498,19 +498,7 @@ def write_report(directory: Path) -> list[Path]:
         "cudaMalloc": "allocations:d",
         "MHz": _median("sm_mhz"),
     }
-    points = {
-        title: [
-            common.Point(f"{row.loss}, {row.batch} x {row.seq:,}", row.loss, row.ratio, row.ratio_low, row.ratio_high)
-            for row in own
-            if row.ratio is not None and row.ratio_low is not None and row.loss != BASELINE
-        ]
-        for title, own in sections.items()
-    }
-    points = {title: own for title, own in points.items() if own}
-    title = "Training steps, the loss alone exchanged"
-    axis = f"time for equally many tokens / {BASELINE} in the same round (better: left); bars: 90 % intervals"
-    pictures = {"steps": common.forest(points, title, axis)} if points else {}
-    return common.write_report(directory, "steps", title, sections, columns, pictures)
+    return common.write_report(directory, "steps", "Training steps, the loss alone exchanged", sections, columns)
 
 
 def main(config: BenchConfig) -> None:

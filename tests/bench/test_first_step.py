@@ -39,7 +39,7 @@ def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tm
     assert 0 < row.seconds - row.seconds_to["first_step"] < 5, "Python's own start"
     assert (row.stored, row.near, row.tuned) == (None, None, None)
     assert said == [f"1 of 1, gla smoke: first step after {row.seconds:.1f} s"]
-    page, _ = write_report(tmp_path)
+    [page] = write_report(tmp_path)
     assert "GLA smoke, standard, valid_tokens=512: " in page.read_text()
     [run] = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert f"1. `{run['command']}`: commit" in page.read_text()
@@ -81,5 +81,5 @@ def test_the_page_has_the_median_and_the_interval_of_every_line(tmp_path: Path) 
     times = [24.0, 25.0, 26.0, 25.0, 24.0]
     append_rows(tmp_path, [replace(ROW, number=n, seconds=value) for n, value in enumerate(times, start=1)])
     found = estimate(times, ratios=False)
-    page, _ = write_report(tmp_path)
+    [page] = write_report(tmp_path)
     assert f"## a: GLA 1b3, cce_kahan: 25.0 s ({found.low:.1f}-{found.high:.1f}), n = 5" in page.read_text()

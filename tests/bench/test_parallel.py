@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 from older_kernels import further_bytes, third_of_the_logits
 
-from benchmarks.parallel import CollectiveRow, LossRow, Measured, StepRow, read_rows, run_benchmark, write, write_pages
+from benchmarks.parallel import (
+    CollectiveRow,
+    LossRow,
+    Measured,
+    StepRow,
+    read_rows,
+    run_benchmark,
+    weak_scaling,
+    write,
+    write_pages,
+)
 from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import Config
@@ -156,6 +166,10 @@ def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval(tmp_pa
     together.repeat(steps("fsdp", 2, 4, 500.0), alone)
     assert together.efficiency_in_words.startswith("0.800 (0.7"), "the last repeat is an outlier"
     write(dataclasses.replace(run(2), steps=[alone, together]), tmp_path, None)
-    picture, page = write_pages(tmp_path)
-    assert picture.suffix == ".png"
+    [page] = write_pages(tmp_path)
     assert together.efficiency_in_words in page.read_text()
+    graphed = dataclasses.replace(steps("fsdp", 2, 4, 210.0), cuda_graph=True, efficiency=0.95)
+    write(dataclasses.replace(run(2), steps=[alone, together, graphed]), tmp_path, "graphed")
+    figure = weak_scaling(read_rows(tmp_path))
+    assert [round(bar.get_width(), 2) for bar in figure.axes[0].patches] == [0.8, 0.95]
+    assert figure.get_suptitle() == "With CUDA graphs each of 2 GPUs keeps 95% of its speed, without 80%"

@@ -87,7 +87,7 @@ def test_a_loss_that_cannot_run_here_is_a_row(folder: Path) -> None:
     liger = read_rows(folder)[3]
     assert (liger.status, liger.rounds, liger.ratio) == ("unsupported", 0, None)
     assert "NVIDIA GPU" in liger.reason
-    assert write_report(folder) == [folder / "steps.md", folder / "steps.png"]
+    assert write_report(folder) == [folder / "steps.md"]
     text = (folder / "steps.md").read_text()
     assert text.count("\n## ") == 3
     assert "## gla smoke, 2 x 16 tokens, V = 96, precision=fp32\n" in text
