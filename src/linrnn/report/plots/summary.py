@@ -59,6 +59,6 @@ def _point(axes: Any, v: Verdict, place: float, look: Any) -> None:
     if v.low is not None and v.high is not None and v.low < v.high:
         axes.plot([v.low, v.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
     axes.plot(v.value, place, **look.point)
-    axes.annotate(
-        f"{v.value:{v.target.form}}", (v.value, place), (0, 7), textcoords="offset points", ha="center", fontsize=8
-    )
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    where: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "bbox": white}
+    axes.annotate(f"{v.value:{v.target.form}}", (v.value, place), (0, 8), **where)
