@@ -1,4 +1,4 @@
-"""Certify the errors of `cce_kernels.linear_cross_entropy` against fp64: `python benchmarks/certificate.py`.
+"""An accuracy report of `cce_kernels.linear_cross_entropy` against fp64: `python benchmarks/certificate.py`.
 
 Every call of the grid shape x dtype x option is compared with the same loss in fp64: the loss, the gradients of all
 options' inputs, and whether a second call gives the same bits. The bar is the error of fp32 logits whose gradient is
@@ -324,7 +324,7 @@ def write_report(directory: Path) -> list[Path]:
     failed, other_bits = sum(row.status == "failed" for row in rows), sum(row.same_bits is False for row in rows)
     heading = f"{len(rows)} calls. {beyond} in bf16 lie beyond {BOUND}, {failed} failed, "
     heading += f"and {other_bits} gave other bits in a second call"
-    return common.write_report(directory, "certificate", "Certificate of the loss's errors", {heading: rows}, COLUMNS)
+    return common.write_report(directory, "certificate", "Accuracy report of the loss", {heading: rows}, COLUMNS)
 
 
 def main(config: BenchConfig) -> None:

@@ -1,10 +1,10 @@
 """Show which kernels the output layer spends its time in, and what the GPU waits for: `python benchmarks/kernels.py`.
 
-Each loss runs some steps under torch's profiler, and as many without it. A kernel's time is divided by one product: a
-third of cuBLAS's three products of the same shape, timed in the same process. Kernels that run side by side both count,
-so their sum may exceed the step. The step begins on an idle GPU. The host's time is what a call takes until it returns,
-without waiting for the GPU. The loss `nothing` is an autograd function that computes nothing: the floor of the host's
-time. Rows replace earlier ones.
+Each loss runs some steps under torch's profiler, and as many without it. A kernel's time is divided by one matmul: a
+third of cuBLAS's three matmuls of the same shape, timed in the same process. Kernels that run side by side both count,
+so their sum may exceed the step. The step begins on an idle GPU. The CPU's time is what a call takes until it returns,
+without waiting for the GPU. The loss `nothing` is an autograd function that computes nothing: the lower bound of the
+CPU's time. Rows replace earlier ones.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 A set (loss_sets.yaml) names shapes, backends and kinds of logits. Each shape with each kind of logits is a problem, and
 one process measures all backends on it. A GPU's clock drifts by 10-15 % from day to day, so a time alone means little.
-Every round runs every entry, one product and the floor (three products) once, in shuffled order, on the same tensors.
-In each round an entry's time is divided by that of torch.compile, of the product and of the floor. The entry's figure
-is the median of these ratios, with a bootstrap interval. torch.compile runs twice under two names: a ratio inside the
-interval of the second entry is noise. Errors and memory are measured in passes of their own. Rows go to rows.json
+Repetitions are interleaved: each runs every loss, one matmul and the lower bound (three matmuls) once, in shuffled
+order, on the same tensors, and divides a loss's time by that of torch.compile, of the matmul and of the bound. The
+figure is the median of these ratios, with a bootstrap interval. torch.compile runs twice under two names (an A/A test): a
+ratio inside the interval of the second one is noise. Errors and memory are measured in passes of their own. Rows go to rows.json
 after each backend's errors and again between rounds, so a crash loses little.
 """
 
@@ -68,16 +68,16 @@ class BenchConfig(common.Keys, ReadingConfig):
         None,
         "null: the set's. Losses with their options ('name option=value …' as in 'liger accumulate=fp32'), and those "
         "of benchmarks/other_losses.py. torch.compile (`compiled`) always runs twice: ratios are to its first entry, "
-        "and the second shows the noise. The floor (`three_products_cublas`: three cuBLAS products and no loss) is "
+        "and the second is the A/A test. The lower bound (`three_products_cublas`: three matmuls and no loss) is "
         "always timed, too. A backend that cannot run gets a row with the reason",
     )
     logits: list[str] | None = option(
         None,
-        "null: the set's. flat (as in an untrained model) | peaked (as in a trained one) | half_ignored (peaked, and "
+        "null: the set's. flat (random-init) | peaked (trained-like) | half_ignored (peaked, and "
         "half of the labels ignored)",
     )
     gradients: list[str] | None = option(
-        None, "null: the set's. same (in dtype) | fp32 (fp32 tensors and gradients, products in dtype)"
+        None, "null: the set's. same (in dtype) | fp32 (fp32 tensors and gradients, matmuls in dtype)"
     )
     checkpoint: str | None = option(
         None,

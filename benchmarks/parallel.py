@@ -458,7 +458,7 @@ TABLES: dict[str, tuple[str, common.Columns]] = {
             "GPUs": "ranks:d",
             "B of a rank": "sequences_of_rank:d",
             "ms": "step_ms:.0f",
-            "host ms": "host_ms:.0f",
+            "CPU ms": "host_ms:.0f",
             "tokens/s": "tokens_per_second:,.0f",
             "efficiency": "efficiency_in_words:",
             "GiB": "memory:",

@@ -144,7 +144,7 @@ def test_an_answer_that_is_not_exact_says_so() -> None:
     probes = (Probe(8, True, 60 * GIB, 1000.0, 50 * GIB),)
     lines = report(Answer(8, None, 9, probes), on_gpu=True)
     assert "at least; none is the smallest seen not to fit" in lines[0]
-    assert "60.00 GiB (foreseen 50.00), 1,000 tokens/s" in lines[1]
+    assert "60.00 GiB (estimated 50.00), 1,000 tokens/s" in lines[1]
 
 
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2), (79.5, 1)])
@@ -153,4 +153,4 @@ def test_without_a_memory_model_what_is_measured_takes_its_place(fixed: float, s
     answer = search(probing(line(fixed, slope), 80 * GIB, log), None, 80 * GIB, 6)
     assert log[0] == 1, "nothing is foreseen"
     assert (answer.batch, answer.foreseen, answer.exact) == (int((80 - fixed) / slope), None, True)
-    assert "foreseen unknown" in report(answer, on_gpu=True)[0]
+    assert "estimated unknown" in report(answer, on_gpu=True)[0]

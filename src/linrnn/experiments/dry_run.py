@@ -129,7 +129,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     name, share, rate = _assumed_rate(plan)
     seconds = costs.time_estimate(computed.total, rate, share)
     if rate is None or seconds is None:
-        return [*lines, f"  not foreseen: the peak rate of this device ({name}) is not known"]
+        return [*lines, f"  not estimated: the peak rate of this device ({name}) is not known"]
     basis = (
         f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
         if plan.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""What is foreseen of a sweep: the table of its dry run, and the time that its points still take."""
+"""Estimates of a sweep: the table of its dry run, and the time that its points still take."""
 
 import os
 import shlex
@@ -97,7 +97,7 @@ def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
         *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
         *sorted({_hub_line(point) for point in ahead if point.hub}),
-        "memory is foreseen for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
+        "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
         + _in_all(ahead, config, gpus),
         "nothing was run or written",
     ]

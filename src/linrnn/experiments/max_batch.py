@@ -188,7 +188,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         return result
 
     expected = "unknown, hence measured" if model is None else f"{_largest(model, budget)} sequences"
-    say(f"budget {config.memory_budget_gib:g} GiB; foreseen: {expected}")
+    say(f"budget {config.memory_budget_gib:g} GiB; estimated: {expected}")
     answer = search(probe, model, budget, config.max_probes)
     for line in report(answer, ahead.on_gpu, config.ranks):
         say(line)
@@ -329,9 +329,9 @@ def _line(probe: Probe) -> str:
     foreseen = "unknown" if probe.foreseen_bytes is None else f"{probe.foreseen_bytes / GIB:.2f}"
     words = [f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}"]
     if probe.measured and probe.peak_bytes is not None:
-        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (foreseen {foreseen})")
+        words.append(f"{probe.peak_bytes / GIB:.2f} GiB (estimated {foreseen})")
     else:
-        words.append(f"foreseen {foreseen} GiB")
+        words.append(f"estimated {foreseen} GiB")
     if probe.tokens_per_second:
         words.append(f"{probe.tokens_per_second:,.0f} tokens/s")
     return ", ".join(words)
@@ -343,7 +343,7 @@ def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
     foreseen = "unknown" if answer.foreseen is None else answer.foreseen
     found = f"largest batch: {answer.batch} sequences{bound}"
-    lines = [f"{found}, foreseen {foreseen}, {len(answer.probes)} probes"]
+    lines = [f"{found}, estimated {foreseen}, {len(answer.probes)} probes"]
     if best is not None:
         lines.append(f"  {_line(best)}")
     if answer.batch == 0 and answer.exact:
@@ -353,7 +353,7 @@ def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     if ranks > 1:
         lines.append(f"  sequences and memory are those of each of {ranks} ranks")
     if not on_gpu:
-        lines.append("  memory is the process's resident set, Python and libraries included; the foreseen is a GPU's")
+        lines.append("  memory is the process's resident set, Python and libraries included; the estimate is a GPU's")
     return lines
 
 

@@ -73,7 +73,7 @@ def explain_out_of_memory(run: BuiltRun, error: BaseException, where: str) -> Ou
     say("memory by component when it ran out:")
     for line in memory_lines(measured):
         say(line)
-    say("memory that a whole step was foreseen to need:")
+    say("memory that a whole step was estimated to need:")
     estimate = run.plan.memory_estimate(run.architecture)
     foreseen = run.plan.training_state(run.architecture) if estimate is None else estimate.components()
     for line in memory_lines(foreseen) if estimate else [*memory_lines(foreseen), "  all else: unknown"]:

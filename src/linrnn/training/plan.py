@@ -265,7 +265,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
             f"use {' or '.join(_less_state(plan))}",
         )
     if estimate and estimate.peak > there:
-        needed = f"a step is foreseen to need {estimate.peak / GIB:.1f} GiB ({parts})"
+        needed = f"a step is estimated to need {estimate.peak / GIB:.1f} GiB ({parts})"
         return f"{needed}, {name} has {there / GIB:.1f}: it is tried all the same"
     return None
 
