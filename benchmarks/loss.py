@@ -4,9 +4,9 @@ A set (loss_sets.yaml) names shapes, backends and kinds of logits. Each shape wi
 one process measures all backends on it. A GPU's clock drifts by 10-15 % from day to day, so a time alone means little.
 Repetitions are interleaved: each runs every loss, one matmul and the lower bound (three matmuls) once, in shuffled
 order, on the same tensors, and divides a loss's time by that of torch.compile, of the matmul and of the bound. The
-figure is the median of these ratios, with a bootstrap interval. torch.compile runs twice under two names (an A/A test): a
-ratio inside the interval of the second one is noise. Errors and memory are measured in passes of their own. Rows go to rows.json
-after each backend's errors and again between rounds, so a crash loses little.
+figure is the median of these ratios, with a bootstrap interval. torch.compile runs twice under two names (an A/A test):
+a ratio inside the interval of the second one is noise. Errors and memory are measured in passes of their own. Rows go
+to rows.json after each backend's errors and again between rounds, so a crash loses little.
 """
 
 import math

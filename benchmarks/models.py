@@ -2,9 +2,9 @@
 
 One model and one optimizer serve all losses, so that nothing but the loss differs. A step is forward, backward and
 AdamW on a fixed batch of random tokens. Repetitions are interleaved: each runs one step with every loss, in shuffled
-order; the loss is exchanged between steps, outside of the measured time. In each repetition a loss's time is divided by that of `standard`.
-Memory is the peak of a step of its own. The losses' values and gradients' norms are compared before the first step of
-the optimizer, when all losses have the same weights. Weights are random; nothing is downloaded.
+order; the loss is exchanged between steps, outside of the measured time. In each repetition a loss's time is divided by
+that of `standard`. Memory is the peak of a step of its own. The losses' values and gradients' norms are compared before
+the first step of the optimizer, when all losses have the same weights. Weights are random; nothing is downloaded.
 """
 
 import random

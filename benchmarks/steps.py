@@ -3,7 +3,8 @@
 One model and one optimizer serve all losses, so that nothing but the loss differs. Repetitions are interleaved: in each
 round every loss has a turn of a few consecutive steps, in shuffled order. The wall clock times a turn from an idle
 device to an idle device, so that the CPU counts. In each repetition a loss's time is divided by that of the baseline,
-which is built twice (an A/A test). Values, memory and the output layer's own time are measured in steps of their own. Each loss may have a batch of its own (`batch_sizes`).
+which is built twice (an A/A test). Values, memory and the output layer's own time are measured in steps of their own.
+Each loss may have a batch of its own (`batch_sizes`).
 
 With trainer.cuda_graph=true every turn captures the passes of its loss anew, and their graph dies with the turn. A
 graph keeps the memory of its activations and gradients while it lives. All losses' graphs side by side would not fit,
