@@ -499,7 +499,7 @@ def weak_scaling(runs: list[Measured]) -> Any:
         row for run in runs for row in run.steps if row.scaling == "weak" and row.efficiency and not row.keep_gathered
     ):
         key, series = (row.model, row.size, row.sequences_of_rank, row.ranks), GRAPHED if row.cuda_graph else PLAIN
-        found.setdefault(key, {}).setdefault(row.parallel, {}).setdefault(series, []).append(row.efficiency)
+        found.setdefault(key, {}).setdefault(row.parallel, {}).setdefault(series, []).append(row.efficiency or 0)
     both = {key: own for key, own in found.items() if any({GRAPHED, PLAIN} <= of.keys() for of in own.values())}
     if not both:
         return None

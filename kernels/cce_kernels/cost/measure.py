@@ -48,18 +48,16 @@ class Profile:
 
     def __str__(self) -> str:
         """The table."""
-        rows = {"forward and backward, ms": (self.ms, ".1f"), "of it head and loss": (self.share_of_step, ".1%"),
-                "peak memory, GiB": (self.gib, ".2f"), "loss, nats": (self.nats, ".4f")}  # fmt: skip
+        rows: tuple[tuple[str, Any, str], ...] = (
+            ("forward and backward, ms", self.ms, ".1f"), ("of it head and loss", self.share_of_step, ".1%"),
+            ("peak memory, GiB", self.gib, ".2f"), ("loss, nats", self.nats, ".4f"),
+        )  # fmt: skip
         lines = [f"{'':26}{'now':>10}{'cce_kernels':>14}{'decoder alone':>16}"]
-        for words, (of, form) in rows.items():
+        for words, of, form in rows:
             cells = [f"{of[name]:{form}}" if of.get(name) is not None else "-" for name in ("now", "ours", "decoder")]
             lines.append(f"{words:26}{cells[0]:>10}{cells[1]:>14}{cells[2]:>16}")
-        low, middle, high = min(self.speed_up), median(self.speed_up), max(self.speed_up)
-        lines += [
-            "",
-            f"with cce_kernels {middle:.2f} ({low:.2f} to {high:.2f}) times as fast",
-            f"switch: {self.switch}",
-        ]
+        speed = f"{median(self.speed_up):.2f} ({min(self.speed_up):.2f} to {max(self.speed_up):.2f})"
+        lines += ["", f"with cce_kernels {speed} times as fast", f"switch: {self.switch}"]
         return "\n".join([self.setting, "", *lines])
 
 
