@@ -119,7 +119,7 @@ def step_by_loss(results: Path) -> Any:
     assert ours.step_ms is not None
     more = 100 * (slowest.step_ms / ours.step_ms - 1)
     gpus = {gpu["name"] for run in read_runs(directory).values() for gpu in run["environment"]["gpus"]}
-    figure.suptitle(f"One step of GLA 1.3B: {told(slowest.loss)} takes {more:.0f} % longer than cce_kahan")
+    figure.suptitle(f"A step of GLA 1.3B takes {more:.0f} % longer with {told(slowest.loss)} than with cce_kahan")
     batch = f"{rows[0].batch} x {rows[0].seq:,} tokens, vocabulary {rows[0].v:,}"
     note = f"{', '.join(sorted(gpus))}, {batch}, bf16, no checkpointing, {ours.rounds} interleaved repetitions."
     legend_below(figure, {}, note)
