@@ -56,7 +56,7 @@ class BenchConfig(common.Keys):
     batch_size: int = option(16, "sequences of a step", minimum=1)
     seq_len: int = option(512, "tokens of a sequence", minimum=16)
     hidden_size: int = option(128, "of GLA, which has 4 heads", minimum=64)
-    layers: int = option(6, "of GLA", minimum=1)
+    layers: int = option(6, "blocks of GLA", minimum=1)
     vocab_size: int = option(32000, "entries of the tokenizer, which learns them from the texts", minimum=300)
     texts: str | None = option(
         None, f"a folder with texts ({' '.join(SUFFIXES)}); null: Python's own library", path="read"

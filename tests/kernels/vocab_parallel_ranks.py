@@ -30,7 +30,7 @@ from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_sha
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
 
-MODULES = {"exponentials": "kernels.logits", "product": "kernels.matmul"}
+MODULES = {"exponentials": "triton.logits", "product": "triton.matmul"}
 MODULES |= dict.fromkeys(("all_gather", "reduce_scatter"), "parallel.sharding")
 PATIENCE = 150  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}

@@ -1,7 +1,5 @@
 """Why the norm of GLA's first gradients scatters from run to run: docs/notes/gla_first_gradients.md tells it."""
 
-from pathlib import Path
-
 import torch
 from torch.nn import functional as F
 
@@ -9,7 +7,6 @@ from linrnn.config import load_config
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
 
-PAGE = Path(__file__).parents[2] / "docs" / "study" / "h7_follow_ups.md"
 V, N_SEQUENCES, LENGTH = 32000, 8, 256
 
 
@@ -39,5 +36,4 @@ def test_the_first_token_of_a_sequence_dominates_the_gradient_of_gla_s_gated_nor
         smallest.append(float(rms[:, 0].min() / rms.median()))
     assert len(shares) == 2
     assert max(smallest) < 0.02, "a head whose first output is almost 0"
-    page = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert f"{min(shares)} and {max(shares)} % of the squared gradient" in page
+    assert min(shares) > 50, "percent, of 256 positions"
