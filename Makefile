@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment of its own (.venv); only Python >= 3.11 and a package index are needed.
+# Everything runs in a virtual environment of its own (.venv); only Python 3.11 to 3.13 and a package index are needed.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -47,7 +47,7 @@ clean:           ## remove the virtual environment and caches (runs and data sta
 	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "linrnn needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "linrnn needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/base: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
