@@ -43,7 +43,7 @@ from torch import Tensor
 from .options import Options
 
 COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # sizes of the groups of which one is drawn
-TILE_ROWS, TILE_COLS = 128, 256  # tile of the large products (runtime/tile_table.py)
+TILE_ROWS, TILE_COLS = 128, 256  # tile of the large products (runtime/tiles.py)
 TWO_WAVES = 264  # tiles that a GPU with 132 multiprocessors computes in two waves
 ENTRIES_AT_A_TIME = 4096  # rows of c that are converted to fp64 at a time
 _MASK, HASH_ODD, HASH_ROUND = 2**32 - 1, 0x9E3779B1, 0x45D9F3B

@@ -12,8 +12,7 @@ import torch
 from cases import BF16, Case, draw
 from cce_kernels.runtime.launch import PLAIN as UNSPECIALISED
 from cce_kernels.runtime.launch import SPECIALISED
-from cce_kernels.runtime.tile_table import Row
-from cce_kernels.runtime.tiles import SHORT
+from cce_kernels.runtime.tiles import SHORT, Row
 from cce_kernels.triton import hopper
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
@@ -209,7 +208,7 @@ def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None
     with_triton.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
 
 
-# With every tile of a row of the table (runtime/tile_table.py).
+# With every tile of a row of the table (runtime/tiles.py).
 # dC's products have upright tiles at D = 1152, deep ones with 1024 rows, and shallow ones otherwise.
 SHORT_ROWS = Case("short", dtype=BF16, **PLAIN)
 _FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False})

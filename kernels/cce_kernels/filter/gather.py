@@ -12,7 +12,7 @@ q is the kept part of the softmax (filter_rule.py), 0 nearly everywhere. Both gr
 
 If the lists are void, schemes/four_products.py computes the gradients instead. Only the device knows, so the host
 launches the kernels of both ways, and those of the way not taken return at once. The kernels of four_products.py come
-last. By then the device has usually shown that they are not needed, and the host skips them (runtime/device_flag.py).
+last. By then the device has usually shown that they are not needed, and the host skips them (devices.Glance).
 The first call of a kind launches them in any case, so that they are loaded: kernels cannot be loaded while a CUDA graph
 is captured.
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from ..filter_rule import FilterStats, Rule
 from ..options import Options
 from ..planner import head_rows, list_parts, room_beside_lists
-from ..runtime.device_flag import Glance
+from ..runtime.devices import Glance
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv, power_of_2
 from ..schemes.four_products import Fallback, gradients

@@ -1,4 +1,4 @@
-"""The properties of a device that the kernels depend on."""
+"""The properties of a device that the kernels depend on, and a flag that is read from it without waiting."""
 
 from __future__ import annotations
 
@@ -76,3 +76,26 @@ def kernels_on(x: Tensor) -> AbstractContextManager[Any]:
 def _moved_to(x: Tensor) -> Iterator[None]:
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         yield
+
+
+_UNKNOWN = -1
+
+
+class Glance:
+    """The value that the work queued so far gives a flag, () int32, not negative. Reading it waits for nothing.
+
+    The host need not launch work that the flag rules out. A copy to the host is queued behind the work that writes the
+    flag. If it has not arrived when the host looks, the host launches the kernels all the same. They read the flag on
+    the device and return at once. The results are equal.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._seen: Tensor | None = None
+        # A CUDA graph that is being captured will run again with other values of the flag.
+        if flag.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._seen = torch.full((), _UNKNOWN, dtype=flag.dtype, pin_memory=True)
+            self._seen.copy_(flag, non_blocking=True)
+
+    def is_zero(self) -> bool:
+        """Whether the copy has arrived and is 0."""
+        return self._seen is not None and self._seen.item() == 0

@@ -3,34 +3,49 @@
 At each `kernel[grid](...)` Triton binds the arguments, derives the specialisation of each one, and looks up the
 compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel does less, in two ways:
 
-    the launch repeats an earlier one, addresses included    the driver gets what it got then (repeated.py)
+    the launch repeats an earlier one, addresses included    the driver gets what it got then (`opened`)
     any other launch                                         the compiled kernel is looked up by a short key of
                                                              everything that Triton specialises on
 
 If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. Within `through_triton` every
-launch is Triton's. A tape (tape.py) hears of every launch of its thread.
+launch is Triton's. A tape (program.py) hears of every launch of its thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar
+from copy import copy
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
+import triton
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .interpreter import INTERPRETED, opened_in_interpreter
-from .repeated import Call, opened
-from .tape import RECORDING
+from .interpreter import INTERPRETED
 
+try:
+    from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg
+except ImportError:  # every launch then goes through Triton's launcher: slower, with the same results
+    CudaLauncher = make_tensordesc_arg = None
+
+# Triton versions whose launchers `opened` knows. With another version every launch goes through Triton's launcher.
+TRITONS = ("3.6.0", "3.7.1")
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
+
+
+class _Recording(threading.local):
+    tape: Any = None  # hears of launches by its method `add`
+
+
+RECORDING = _Recording()  # the tape of this thread
 
 
 class Quick:
@@ -108,25 +123,8 @@ class Quick:
 
 
 def quick(kernel: Any) -> Any:
-    """The kernel with quick launches. The interpreter compiles nothing; there a tape hears of the launches."""
-    return Interpreted(kernel) if INTERPRETED else Quick(kernel)
-
-
-class Interpreted:
-    """A kernel of `triton.jit` in the interpreter."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._launch, grid)
-
-    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        if RECORDING.tape is not None:
-            RECORDING.tape.add(opened_in_interpreter(self.kernel, grid, args, options))
-        with _disable_current_modes():  # the interpreter copies tensors with operators of torch
-            self.kernel[grid](*args, **options)
+    """The kernel with quick launches; in the interpreter, which compiles nothing, the kernel itself."""
+    return kernel if INTERPRETED else Quick(kernel)
 
 
 @contextmanager
@@ -220,3 +218,117 @@ READERS: dict[type, Callable[[Any], Any]] = {
     TensorDescriptor: lambda x: (x.base.dtype, *x.block_shape),
 }
 SPECIALISED, PLAIN = _Readers(True), _Readers(False)
+
+
+# --------------------------------------------------------------------------------------------------- repeated launches
+class Call(NamedTuple):
+    """A launch without its stream: `launch(*grid, stream, *rest)`. It holds addresses, but keeps no tensor alive."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    rest: tuple
+
+
+class Open(NamedTuple):
+    """A launch whose addresses are open. `spots` says where each one goes: (index among the values, descriptor, meta).
+
+    A descriptor without a tensor, and what encodes it, stand beside the address of a TMA descriptor; else None.
+    """
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    head: tuple
+    nested: bool  # whether the driver takes the values as one list
+    values: tuple
+    spots: tuple[tuple[int, Any, Any], ...]
+
+    def at(self, addresses: Sequence[int]) -> Call:
+        """The launch with these addresses, one for each spot."""
+        values = list(self.values)
+        for (index, described, meta), address in zip(self.spots, addresses, strict=True):
+            if described is None:
+                values[index] = address
+            else:  # the sizes that follow the encoded descriptor do not depend on the address
+                there = copy(described)  # another thread may launch the same program
+                there.base = _Address(address)
+                values[index] = make_tensordesc_arg(there, meta)[0]
+        return Call(self.launch, self.grid, (*self.head, values) if self.nested else (*self.head, *values))
+
+
+class _Address(int):
+    """An address in place of a descriptor's tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def known_version() -> bool:
+    """Whether `opened` knows the launcher of the installed Triton."""
+    return triton.__version__.split("+")[0] in TRITONS
+
+
+@cache
+def _inside(launch: Callable[..., None]) -> tuple[Callable[..., None], set[int], list[Any]] | None:
+    """The driver's launch, the places of descriptors among a kernel's arguments, and what encodes them.
+
+    None if they are not where `opened` looks for them.
+    """
+    if not inspect.isfunction(launch):  # the driver's launch itself: the kernel has no descriptors
+        return launch, set(), []
+    inside = inspect.getclosurevars(launch).nonlocals  # Triton's loop over descriptors, around the driver's launch
+    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inside.keys():
+        return None
+    return inside["launcher"], inside["tensordesc_indices"], inside["tensordesc_meta"]
+
+
+def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open, list[Tensor]] | None:
+    """The launch of a compiled kernel with these arguments, and the tensors whose addresses go to its spots.
+
+    At each launch Triton encodes every TMA descriptor anew, and asks CUDA about every pointer. That takes 10 to 30 µs
+    for each descriptor. But a training step mostly repeats the launches of the step before, with the same addresses,
+    because torch's allocator hands out the same memory. So a launch is expanded once, into numbers that stay right as
+    long as sizes and dtypes are the same; `Open.at` adds the addresses.
+
+    None where only Triton's launcher serves it. The launch stays right as long as the shapes, strides and dtypes of all
+    arguments are the same, and the 16-byte alignment of the addresses.
+    """
+    run = compiled.run
+    if CudaLauncher is None or type(run) is not CudaLauncher or not known_version():
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:  # Triton allocates this memory anew for every launch
+        return None
+    inside = _inside(run.launch)
+    if inside is None:
+        return None
+    launch, described, metas = inside[0], inside[1], iter(inside[2])
+    values: list[Any] = []
+    spots: list[tuple[int, Any, Any]] = []
+    tensors: list[Tensor] = []
+    for place, x in enumerate(args):
+        if place in described:
+            meta = next(metas)
+            if meta is None:  # the kernel takes pointers instead of descriptors
+                return None
+            without = copy(x)
+            without.base = None
+            spots.append((len(values), without, meta))
+            tensors.append(x.base)
+            values += (None, *x.shape, *x.strides)
+        elif isinstance(x, Tensor):
+            if not x.is_cuda:  # Triton's launcher says what is wrong
+                return None
+            spots.append((len(values), None, None))
+            tensors.append(x)
+            values.append(None)
+        else:
+            values.append(x)
+    first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    nothing = None, None, None  # launch metadata and two hooks
+    nested = hasattr(run, "arg_annotations")  # 3.7
+    head: tuple
+    if nested:
+        scratch = None, None
+        head = (*first, compiled.packed_metadata, *nothing, *scratch, run.arg_annotations, run.kernel_signature)
+    else:
+        head = (*first, None, None, compiled.packed_metadata, *nothing)
+    return Open(launch, grid, head, nested, tuple(values), tuple(spots)), tensors

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, device_of
+from ..runtime.tiles import GROUP, device_of, hopper_tiles
 from .targets.live_rows import Live
 
 try:

@@ -26,8 +26,7 @@ from ..filter_rule import Rule
 from ..options import Options
 from ..planner import most_splits
 from ..runtime.launch import quick
-from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, multiprocessors
+from ..runtime.tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, hopper_tiles, multiprocessors
 from . import hopper
 from .epilogues import gradient_of, tail_of
 from .logits import split_columns

@@ -38,8 +38,17 @@ from ..options import Options
 from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import quick
-from ..runtime.tile_table import hopper_tiles
-from ..runtime.tiles import GROUP, by_eights, cdiv, descriptor, grouped, in_eights, logits_tiles, multiprocessors
+from ..runtime.tiles import (
+    GROUP,
+    by_eights,
+    cdiv,
+    descriptor,
+    grouped,
+    hopper_tiles,
+    in_eights,
+    logits_tiles,
+    multiprocessors,
+)
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped

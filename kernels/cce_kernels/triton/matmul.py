@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.gdc import AVAILABLE, gdc_launch_dependents, gdc_wait
 from ..runtime.launch import quick
 from ..runtime.tiles import (
     GROUP,
@@ -42,6 +41,22 @@ from ..runtime.tiles import (
 )
 from .kahan import read_sum, write_sum
 from .targets.live_rows import Live
+
+try:  # programmatic dependent launch: a kernel may begin before the previous one ends
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    AVAILABLE = True
+except ImportError:  # launches then run one after another: slower, with the same results
+    AVAILABLE = False
+
+    @triton.jit
+    def gdc_launch_dependents():
+        pass
+
+    @triton.jit
+    def gdc_wait():
+        pass
+
 
 SERIES_FP32 = 16  # steps, of 32 terms each
 MOST_PLACES = 64  # tokens of a tile's targets that are added at a time

@@ -15,8 +15,7 @@ pytest.importorskip("triton")
 
 from cce_kernels.runtime import tiles
 from cce_kernels.runtime.devices import SHARED_KIB
-from cce_kernels.runtime.tile_table import HOPPER, row_for
-from cce_kernels.runtime.tiles import target
+from cce_kernels.runtime.tiles import HOPPER, row_for, target
 from compiling import LARGE, OF_THE_TABLE, PLAIN, SHORT_ROWS, Plan, check_resources, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")

@@ -14,7 +14,7 @@ from cases import BF16, FP32, Case, draw
 
 pytest.importorskip("triton")
 
-from cce_kernels.runtime.tile_table import HOPPER
+from cce_kernels.runtime.tiles import HOPPER
 from compiling import EVERYTHING, LARGE, OF_THE_TABLE, PLAIN, Plan, check_resources, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")

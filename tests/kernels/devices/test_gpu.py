@@ -337,7 +337,7 @@ def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak
 @pytest.mark.parametrize("dim", [256, 1000, 2048])
 def test_repeated_launches_give_the_bits_of_tritons_own(monkeypatch, dim):
     """Steps that repeat the addresses of an earlier step, with other values; and the same steps launched by Triton."""
-    from cce_kernels.runtime import launch, repeated
+    from cce_kernels.runtime import launch
 
     e, c, targets, _ = draw(Case("repeated", shape=(700,), dim=dim, vocab=5000, dtype=BF16), "cuda")
     expanded, real = [], launch.opened
@@ -360,7 +360,7 @@ def test_repeated_launches_give_the_bits_of_tritons_own(monkeypatch, dim):
 
     monkeypatch.setattr(launch, "opened", count)
     ours = steps()
-    if repeated.known_version():
+    if launch.known_version():
         assert 0 < len(expanded) < 40, "9 steps of about 8 launches each; later steps repeat those of the first two"
     monkeypatch.setattr(launch, "_hooked", lambda: True)  # every launch then goes through Triton's launcher
     for one, other in zip(ours, steps(), strict=True):

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from cce_kernels.runtime import program
-from cce_kernels.runtime.program import ALIGNMENT, Passes, Program, arranged, kind_of
-from cce_kernels.runtime.tape import RECORDING, Tape
+from cce_kernels.runtime.launch import RECORDING
+from cce_kernels.runtime.program import ALIGNMENT, Passes, Program, Tape, arranged, kind_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,16 +13,9 @@ def test_a_repeated_call_gives_the_bits_of_a_usual_one(case, monkeypatch):
     check_repeated("cuda", monkeypatch, case)
 
 
-def test_a_forward_pass_alone_is_repeated_too(monkeypatch):
-    check_evaluation("cuda", monkeypatch)
-
-
-def test_a_repeated_loss_may_be_changed_in_place(monkeypatch):
-    check_changed("cuda", monkeypatch)
-
-
-def test_a_call_whose_saved_tensors_have_hooks_runs_as_usual(monkeypatch):
-    check_hooks("cuda", monkeypatch)
+@pytest.mark.parametrize("check", [check_evaluation, check_changed, check_hooks])
+def test_what_a_repeated_call_leaves_to_its_caller(check, monkeypatch):
+    check("cuda", monkeypatch)
 
 
 @pytest.mark.parametrize("shape", [(1024, 512, 50304), (16384, 256, 32000), (512, 1024, 32001)])

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from cce_kernels.runtime import launch, program, repeated, tape
+from cce_kernels.runtime import launch, program
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
@@ -71,8 +71,8 @@ def quick(request, monkeypatch):
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: Compiled())
     monkeypatch.setattr(triton.runtime.driver, "_active", Device())
-    monkeypatch.setattr(repeated, "CudaLauncher", Launcher)
-    monkeypatch.setattr(repeated, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(launch, "CudaLauncher", Launcher)
+    monkeypatch.setattr(launch, "make_tensordesc_arg", encode)
     monkeypatch.setattr(triton, "__version__", request.param)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     return launch.quick(kernel), launcher, encoded
@@ -142,7 +142,7 @@ def test_a_program_launches_with_the_addresses_of_other_tensors(quick):
     """Recorded from one pair of tensors, and run with another. Pointers and descriptors follow."""
     kernel, launcher, encoded = quick
     call(kernel)  # compiled
-    with tape.Tape() as recorded:
+    with program.Tape() as recorded:
         between = X.new_empty(64)
         call(kernel, x=between)
         call(kernel, x=between[16:], n=6)
