@@ -17,7 +17,7 @@ from .arguments import (
     shifted,
     weights_of_rows,
 )
-from .filter_rule import FilterStats
+from .filter.rule import FilterStats
 from .operators import cross_entropy
 from .parallel.dtensors import any_distributed, loss_of_dtensors
 from .row_math import mean_metrics, of_targets, reduce_loss, without_rows
@@ -99,7 +99,7 @@ def linear_cross_entropy(
             except the target's. None gives exact gradients. Cannot combine with label_smoothing. Every call is
             filtered, unless filter_mass or filter_if_faster says otherwise.
         filter_unbiased: estimates the entries below filter_eps instead of dropping them, so that gradients are right on
-            average (filter_rule.py). The gradient of e takes a sample of columns; the gradients of c and bias take a
+            average (filter/rule.py). The gradient of e takes a sample of columns; the gradients of c and bias take a
             sample of rows. The sample depends on the targets, the sizes and the order of mean(e) cᵀ alone.
         filter_mass: the largest softmax mass, in [0, 1), that the filter may drop from a row. If any row would lose
             more, the whole call is exact. 0 makes every call exact.
@@ -125,7 +125,7 @@ def linear_cross_entropy(
         return_lse: also return each row's log-sum-exp of the logits, fp32, differentiable.
         return_metrics: also return a dict of 0-d device tensors, means over the targets that are not ignored, each with
             weight 1. accuracy: whether the target's logit is larger than every other. entropy: of the softmax, in nats.
-        return_stats: also return a dict of 0-d device tensors, the filter's statistics (filter_rule.FilterStats):
+        return_stats: also return a dict of 0-d device tensors, the filter's statistics (filter.rule.FilterStats):
             entries_kept, dropped_mass_mean, dropped_mass_p99, dropped_mass_max and exact. They are NaN until the
             backward pass fills them in. Under activation checkpointing they stay NaN, because backward belongs to a
             second call. Breaks torch.compile's graph.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .backends import backend_of, refuse_given_back, restored
 from .derivative import differentiable, empty_gradient, stored_dtypes
-from .filter_rule import FilterStats
+from .filter.rule import FilterStats
 from .options import Options, options_of
 from .planner import Plan, Problem, skips_ignored
 from .row_math import assemble_loss, where_it_counts
@@ -32,7 +32,7 @@ OPTIONS = (
     "float? filter_mass, bool filter_e, bool filter_c, bool filter_if_faster, str accumulate, float? workspace_mib"
 )
 # e: (N, D). c: (V, D). targets: (N,) int64. bias: (V,). main_grad_c: (V, D) fp32, dC is added to it.
-# stats: (5,) fp32, written (filter_rule.FilterStats). dtype: of the products. reduction: of the row losses.
+# stats: (5,) fp32, written (filter.rule.FilterStats). dtype: of the products. reduction: of the row losses.
 # weights: (N,) fp32, what each row's loss is multiplied by. reduction "mean" divides by their sum.
 # with_lse: whether log-sum-exps are wanted; if not, those of ignored rows are undefined.
 # needs: whether gradients of e, c and bias are wanted.

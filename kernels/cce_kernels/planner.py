@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from .accumulator import scratch_bytes
-from .filter_rule import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_rows, likely_sizes
+from .filter.rule import COLUMN_GROUP, LIKELY_GROUP, TILE_COLS, TILE_ROWS, block_rows, likely_sizes
 from .options import DEFAULT_WORKSPACE_MIB, MIB, Options, WorkspaceTooSmall
 
 MOST_DEFAULT_MIB = 2048  # limit of a chunk's exponentials, without a workspace_mib
@@ -387,7 +387,7 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
 
 
 def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
-    """Bytes of the head's fp32 gradient; filter_rule.py says what the head is."""
+    """Bytes of the head's fp32 gradient; filter/rule.py says what the head is."""
     return 4 * dim * likely_sizes(vocab)[0] if o.filter_unbiased else 0
 
 

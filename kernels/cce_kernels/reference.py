@@ -4,7 +4,7 @@ With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-times the row's weight. A filter changes gradients alone. It weights the entries of dL/dz as filter_rule.py says, and
+times the row's weight. A filter changes gradients alone. It weights the entries of dL/dz as filter/rule.py says, and
 keeps the target's entry.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arguments import as_integer, check_reduction_and_shift
-from .filter_rule import Rule, mean_logits
+from .filter.rule import Rule, mean_logits
 from .options import Options
 from .row_math import Rows, assemble_loss, reduce_loss, target_columns, where_it_counts
 

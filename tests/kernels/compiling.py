@@ -158,7 +158,7 @@ def launch_all(
     Nothing runs, so the tensors' values are meaningless.
     """
     from cce_kernels.backends import with_triton
-    from cce_kernels.filter_rule import FilterStats
+    from cce_kernels.filter.rule import FilterStats
     from cce_kernels.options import Options
 
     e, c, targets, bias = draw(case, "cpu")
@@ -193,7 +193,7 @@ def launch_all(
 def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:
     """As `launch_all`, for a filter that uses lists; gradients have `dtype`."""
     from cce_kernels.backends import with_triton
-    from cce_kernels.filter_rule import FilterStats
+    from cce_kernels.filter.rule import FilterStats
     from cce_kernels.options import Options
 
     o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased, filter_mass=mass)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
-from cce_kernels import PRESETS, filter_rule, linear_cross_entropy, reference_linear_cross_entropy
-from cce_kernels.filter_rule import Rule
+from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
+from cce_kernels.filter import rule as filter_rule
+from cce_kernels.filter.rule import Rule
 from cce_kernels.options import Options
 from torch import Tensor
 
@@ -250,7 +251,7 @@ def check_order_of_the_vocabulary(device: str, shape: tuple[int, int, int] = Fil
 
 
 def check_draws(device: str) -> None:
-    """The kernels rank and draw as filter_rule.py defines."""
+    """The kernels rank and draw as filter/rule.py defines."""
     from cce_kernels.filter.draw import draw as drawn_by_kernels
     from cce_kernels.filter.draw import mean_logits, rank_entries
 

@@ -1,1 +1,1 @@
-"""The gradient filter in Triton; filter_rule.py explains it. Only this package and the backends import it."""
+"""The gradient filter in Triton; rule.py explains it. Only this package and the backends import it."""

@@ -1,4 +1,4 @@
-"""The filter's ranks and draws in Triton; filter_rule.py takes some hundred small operations of torch for the same.
+"""The filter's ranks and draws in Triton; rule.py takes some hundred small operations of torch for the same.
 
     rank: order of Σ_d c_vd mean_d, mean_d = bf16(mean of e_id over the rows with a target); products and sums in fp64
     mixed(x) = two rounds of (x ^ x >> 16) · ROUND, and a last shift        all in 32 bits
@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..filter_rule import (
+from ..options import Options
+from ..runtime.launch import quick
+from ..runtime.tiles import cdiv
+from .rule import (
     COLUMN_GROUP,
     HASH_ODD,
     HASH_ROUND,
@@ -26,9 +29,6 @@ from ..filter_rule import (
     block_rows,
     fp32_logit_scale,
 )
-from ..options import Options
-from ..runtime.launch import quick
-from ..runtime.tiles import cdiv
 
 _ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as signed 32-bit numbers
 BLOCK = 1024
@@ -231,7 +231,7 @@ def rows_drawn_kernel(
 
 
 def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: Options) -> Tensor | None:
-    """The same as `filter_rule.mean_logits`; e (N, D) and c (V, D) with contiguous rows."""
+    """The same as `rule.mean_logits`; e (N, D) and c (V, D) with contiguous rows."""
     if not o.filter_unbiased:
         return None
     (n_rows, dim), vocab = e.shape, c.shape[0]
@@ -245,7 +245,7 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
 
 
 def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, listable: Tensor) -> None:
-    """Write rank (V,) and likely (n_likely,) as `filter_rule.by_likelihood` of mean_z (V,) has them.
+    """Write rank (V,) and likely (n_likely,) as `rule.by_likelihood` of mean_z (V,) has them.
 
     listable: (at least V,) int16; 0 is written for the columns of the head, which lists leave out.
     """

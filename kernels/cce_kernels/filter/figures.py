@@ -1,4 +1,4 @@
-"""The filter's statistics in one launch; filter_rule.filter_figures takes some thirty operations of torch."""
+"""The filter's statistics in one launch; rule.filter_figures takes some thirty operations of torch."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def _mass(dropped_ptr, counts_ptr, rows, N, exact):
 def filter_figures(
     values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
 ) -> None:
-    """The same as `filter_rule.filter_figures`."""
+    """The same as `rule.filter_figures`."""
     figures_kernel[(1,)](kept, dropped, exact, counts, values, kept.shape[0], vocab, BLOCK, DIGIT, num_warps=16)

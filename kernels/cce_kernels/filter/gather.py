@@ -3,7 +3,7 @@
     dE_i = a_i Σ_v q_iv C_v + (a_i p_it − b_i) C_t
     dC_v = Σ_i a_i q_iv e_i + Σ_{i: t_i = v} (a_i p_iv − b_i) e_i
 
-q is the kept part of the softmax (filter_rule.py), 0 nearly everywhere. Both gradients are multiplied by logit_scale.
+q is the kept part of the softmax (rule.py), 0 nearly everywhere. Both gradients are multiplied by logit_scale.
   * The head is dense: its probabilities are recomputed, and multiplied with the head's rows of C and with E.
   * The other kept entries and the targets come from the lists (select.py). A program of `gather_kernel` sums part of a
     row of dE over that row's list, or part of a row of dC over the lists sorted by column. The targets' coefficients
@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..filter_rule import FilterStats, Rule
 from ..options import Options
 from ..planner import head_rows, list_parts, room_beside_lists
 from ..runtime.devices import Glance
@@ -39,6 +38,7 @@ from ..triton.epilogues import HEADROOM, LOG2E
 from ..triton.logit_gradient import Filter, parts
 from ..triton.logits import exponentials
 from ..triton.matmul import product
+from .rule import FilterStats, Rule
 from .sample import add_estimates
 from .select import Lists
 

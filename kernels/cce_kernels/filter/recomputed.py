@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..filter_rule import FilterStats, Rule
 from ..options import Options
 from ..planner import room
 from ..schemes.four_products import dropped_mass, gradients
 from ..triton.logit_gradient import Filter, parts
 from .draw import mean_logits
+from .rule import FilterStats, Rule
 from .sample import add_estimates
 
 

@@ -3,7 +3,7 @@
     dE_i += Σ_{v drawn for i's block} size_v a_i p_iv [v in i's tail] C_v
     dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
 
-filter_rule.py defines the tail, the head and the draws. The drawn rows or columns are copied together. Their logits are
+rule.py defines the tail, the head and the draws. The drawn rows or columns are copied together. Their logits are
 recomputed and multiplied as in four_products.py, but logit_gradient.py writes the tail's entries (TAIL).
 
 A 16-bit gradient is read, added to and rounded again, whatever `accumulate` says. This rounding is a fifth of the
@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..filter_rule import Rule, Sample, block_rows
 from ..options import Options
 from ..planner import tail_width
 from ..runtime.launch import quick
@@ -29,6 +28,7 @@ from ..runtime.tiles import aligned, cdiv
 from ..triton.logit_gradient import Filter, gradient_of_chunk
 from ..triton.matmul import product
 from ..triton.row_coefficients import Peak
+from .rule import Rule, Sample, block_rows
 
 DRAWN = 1024  # drawn rows of a program of drawn_rows_kernel
 

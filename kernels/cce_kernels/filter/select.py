@@ -2,7 +2,7 @@
 
     w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
 
-Whether an entry is kept (filter_rule.py) depends on its probability, which is known only after a row's last tile. So
+Whether an entry is kept (rule.py) depends on its probability, which is known only after a row's last tile. So
 each chunk of rows stores its exponentials w (kernels/logits.py). `select_kernel` reads w once, with the sums, and lists
 the columns that are kept. `collect_kernel` appends the chunk's lists to those of earlier chunks, each row's target
 first. The head is not listed, because gather.py computes it densely.
@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..filter_rule import Rule, Sample, likely_sizes
 from ..options import Options
 from ..planner import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
 from ..row_math import Rows, empty_metrics
@@ -33,6 +32,7 @@ from ..runtime.tiles import cdiv
 from ..triton.logits import exponentials, target_logits
 from ..triton.row_stats import Gradient, finish_rows
 from .draw import draw, mean_logits, rank_entries
+from .rule import Rule, Sample, likely_sizes
 
 SELECT_REGISTERS = 80  # registers a thread: fewer would spill, more would let fewer programs run at a time
 KEPT = 256  # rows of a program of kept_kernel

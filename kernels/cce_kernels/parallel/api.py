@@ -58,7 +58,7 @@ from ..arguments import (
     shifted,
     weights_of_rows,
 )
-from ..filter_rule import FilterStats
+from ..filter.rule import FilterStats
 from ..options import Options
 from ..row_math import nonzero_divisor, of_targets
 from .agreement import agree

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 
 from ..backends import backend_of, refuse_given_back, restored
 from ..derivative import differentiable, empty_gradient, stored_dtypes
-from ..filter_rule import FilterStats, Rule
+from ..filter.rule import FilterStats, Rule
 from ..operators import NAMESPACE, OPTIONS
 from ..options import Options, options_of
 from ..planner import Plan, Problem

@@ -14,7 +14,7 @@ One program owns each output tile. So the result needs no locks or atomics and i
 For an fp32 gradient, dz leaves out the targets' entries, and kernels/targets/gradient.py adds them in fp32. Otherwise
 p − 1 would be rounded to 16 bits, and a sum that holds p − 1 would round the tensor cores' later additions.
 
-A filter (filter_rule.py) makes dz hold only the kept entries. dz is computed twice if only one gradient is filtered.
+A filter (filter/rule.py) makes dz hold only the kept entries. dz is computed twice if only one gradient is filtered.
 filter/recomputed.py adds the unbiased filter's estimate. Filtered calls come here in two cases: filter/select.py does
 not serve them, or its lists overflowed. The second case is known on the device alone (`Fallback`).
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..accumulator import Accumulator, compensated
-from ..filter_rule import Rule
+from ..filter.rule import Rule
 from ..options import Options
 from ..runtime.tiles import cdiv
 from ..triton.logit_gradient import Filter, gradient_of_chunk, parts

@@ -8,7 +8,7 @@ by it again. Otherwise the small gradients of a mean over many tokens would unde
 
 The gradient h_i of a row's entropy H_i adds −h_i p_iv (log p_iv + H_i).
 
-A filter (filter_rule.py) applies to each entry before it is written.
+A filter (filter/rule.py) applies to each entry before it is written.
 
 Cost: N D W multiply-adds on the tensor cores; writes dz.
 """
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..filter_rule import Rule
+from ..filter.rule import Rule
 from ..options import Options
 from ..planner import most_splits
 from ..runtime.launch import quick

@@ -100,7 +100,7 @@ def test_kernels_find_the_rows_coefficients():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
-    monkeypatch.setattr("cce_kernels.filter_rule.MOST_HEAD", 16)
+    monkeypatch.setattr("cce_kernels.filter.rule.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cce_kernels.filter_rule import Rule
+from cce_kernels.filter.rule import Rule
 from cce_kernels.options import Options
 from cce_kernels.triton import hopper
 from cce_kernels.triton.logit_gradient import Filter, gradient_of_chunk

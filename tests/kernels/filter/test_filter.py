@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, FP32
-from cce_kernels import filter_rule
-from cce_kernels.filter_rule import Rule, by_likelihood, likely_sizes, mean_logits
+from cce_kernels.filter import rule as filter_rule
+from cce_kernels.filter.rule import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
 from cce_kernels.planner import Problem, _state_bytes, head_rows, plan
 from filter_cases import (

@@ -49,15 +49,15 @@ def test_kernels_find_the_rows_coefficients():
 
 def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
     monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.filter_rule.MOST_HEAD", 16)
+    monkeypatch.setattr("cce_kernels.filter.rule.MOST_HEAD", 16)
     check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
     monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.filter_rule.TILE_ROWS", 16)
-    monkeypatch.setattr("cce_kernels.filter_rule.TWO_WAVES", 1)
+    monkeypatch.setattr("cce_kernels.filter.rule.TILE_ROWS", 16)
+    monkeypatch.setattr("cce_kernels.filter.rule.TWO_WAVES", 1)
     monkeypatch.setattr("cce_kernels.filter.sample.tail_width", lambda *_: 16)
     check_filtered(Filtered("blocks", {"filter_unbiased": True} | options), BF16, "cpu")
 

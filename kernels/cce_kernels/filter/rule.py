@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .options import Options
+from ..options import Options
 
 COLUMN_GROUP, LIKELY_GROUP, ROW_GROUP = 32, 4, 16  # sizes of the groups of which one is drawn
 TILE_ROWS, TILE_COLS = 128, 256  # tile of the large products (runtime/tiles.py)
