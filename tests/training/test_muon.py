@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrnn import costs
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError
-from linrnn.costs.optimizer import layer_matrices, update_flops, update_memory
+from linrnn.costs.optimizer import layer_matrices, update_flops
 from linrnn.experiments.breakdown import markdown, measure
 from linrnn.training.checkpoint import foreseen_bytes, found
 from linrnn.training.optimizer import build_optimizer
@@ -162,11 +162,10 @@ def test_the_breakdown_says_what_the_update_takes(small: Small) -> None:
     assert breakdown.flops is not None
     assert breakdown.flops["optimizer"] == {"update": update_flops(arch, config)}
     assert update_flops(arch, config) > 0  # type: ignore[operator]
-    assert update_memory(arch, config, 4) > 0
     text = markdown(breakdown)
     assert "optimizer muon" in text
     assert "| optimizer: " in text
     adamw = load_config().optimizer
-    assert update_flops(arch, adamw) == update_memory(arch, adamw, 4) == 0
+    assert update_flops(arch, adamw) == 0
     assert costs.optimizer_traffic(arch, adamw, "fp32") == 7 * 4 * arch.n_parameters
-    assert costs.optimizer_traffic(arch, config, "fp32") > 7 * 4 * arch.n_parameters  # type: ignore[operator]
+    assert costs.optimizer_traffic(arch, config, "fp32") is None

@@ -6,12 +6,16 @@ without formulas has None (*unknown* in reports), never the figure of another on
 
 from linrnn.costs.communication import communication, vocabulary_loss_bytes
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
-from linrnn.costs.flops import mfu, model_flops, model_flops_6n
-from linrnn.costs.kernel_flops import KernelFlops, kernel_flops
-from linrnn.costs.layer_memory import recurrent_state_bytes
-from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
+from linrnn.costs.flops import KernelFlops, kernel_flops, mfu, model_flops, model_flops_6n
+from linrnn.costs.memory import (
+    MemoryEstimate,
+    loss_memory,
+    loss_traffic,
+    memory_estimate,
+    recurrent_state_bytes,
+    training_state,
+)
 from linrnn.costs.optimizer import optimizer_traffic
-from linrnn.costs.traffic import loss_traffic
 
 __all__ = [
     "ASSUMED_CPU_SHARE",

@@ -7,10 +7,10 @@ all-reduce takes twice that. Scalars and FSDP's padding are left out.
 from dataclasses import dataclass
 
 from linrnn.config.schema import FsdpConfig, LossConfig, ParallelConfig, VocabConfig
+from linrnn.costs.memory import gathered_bytes
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters, over_shards
 from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
-from linrnn.models.facts import facts_of
 
 ID = 8  # bytes of a token id or label
 
@@ -30,13 +30,6 @@ class Communication:
     @property
     def total(self) -> int:
         return sum(self.within.values()) + sum(self.across.values())
-
-
-def gathered_bytes(model: str, precision: str) -> int | None:
-    """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
-    if precision != "bf16_autocast":
-        return BF16 if precision == "bf16" else FP32
-    return {True: FP32, False: BF16, None: None}[facts_of(model).keeps_fp32]
 
 
 def communication(

@@ -13,7 +13,6 @@ from linrnn.core.machine import cores, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
 from linrnn.models.architecture import Architecture
-from linrnn.models.facts import facts_of
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
@@ -76,10 +75,8 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
     if estimate is None:
         why = UNKNOWN if trainer.float8 == "none" else "unknown: the formulas describe bf16, not trainer.float8"
         return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {why}"]
-    mixer = facts_of(arch.kind).memory
-    known = ("none", "blocks") if mixer and mixer.casts_compiled is not None else ("none",)
-    if trainer.compile not in known:
-        heading += f"\n  as with trainer.compile=none: the formulas do not know {trainer.compile} for this model"
+    if trainer.compile != "none":
+        heading += "\n  as with trainer.compile=none, by whose formulas compiled blocks are foreseen"
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 

@@ -57,7 +57,7 @@ def _traffic(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: in
     return traffic_in_chunks_of_tokens(chunks, True, n_tokens, d, vocab, compute)
 
 
-@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
+@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory, _traffic))
 class Fla(LossBackend):
     """flash-linear-attention's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 

@@ -34,14 +34,11 @@ class LossFormulas:
         traffic: bytes of both passes; None if they depend on the data or on the tiling of other people's code.
         products: N x D x V products of both passes: 3, and 1 for every time that logits are computed again. Exact for
             losses that do not filter; a filter skips a share that depends on the data.
-        freed: inputs that the backward pass has freed before its peak: nothing | hidden (the hidden states) | inputs
-            (the head as well).
     """
 
     memory: Formula
     traffic: Formula | None = None
     products: Callable[[Any, int, int, int, int], int] = three_products
-    freed: str = "nothing"
 
 
 def logits_traffic(n_tokens: int, d: int, vocab: int, compute: int) -> tuple[int, int]:

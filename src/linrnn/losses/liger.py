@@ -57,7 +57,7 @@ def _traffic(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: 
     return traffic_in_chunks_of_tokens(chunks, loss.accumulate == "fp32", n_tokens, d, vocab, compute)
 
 
-@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory, _traffic, freed="inputs"))
+@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory, _traffic))
 class Liger(LossBackend):
     """Liger-Kernel's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 

@@ -65,7 +65,7 @@ class Standard(LossBackend):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
 
 
-@register_loss("compiled", formulas=LossFormulas(compiled_memory, compiled_traffic, freed="hidden"))
+@register_loss("compiled", formulas=LossFormulas(compiled_memory, compiled_traffic))
 class Compiled(LossBackend):
     """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
 
@@ -104,7 +104,7 @@ class Compiled(LossBackend):
             ) from error
 
 
-@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, compiled_traffic, freed="hidden"))
+@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, compiled_traffic))
 class CompiledNudged(Compiled):
     """`compiled`, the gradient of the hidden states moved by one unit in the last place: the noise-floor run.
 

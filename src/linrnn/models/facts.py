@@ -153,23 +153,18 @@ class MixerFlops:
 
 @dataclass(frozen=True)
 class MixerMemory:
-    """GPU memory of one mixer.
+    """What one mixer saves for its backward pass on a GPU.
 
     Attributes:
         linears: number of linear layers that take the first norm's output, with full projections.
         gated: whether a gated norm follows the scan.
-        scan: (architecture, sequence length, bytes per element in products) -> (bytes per token that the recurrent
-            kernel or attention saves, bytes per token that its backward pass holds in addition).
-        later: parameters of the linear layers that run after the scan: the output projection and the output gate.
-        casts_compiled: casts of the first norm's output that compiled blocks save under autocast. Linear layers of one
-            graph share a cast. None: not measured; a cast for each linear layer is counted, as without compilation.
+        scan: (architecture, sequence length, bytes per element in products) -> bytes per token that the recurrent
+            kernel or attention saves.
     """
 
     linears: int
     gated: bool
-    scan: Callable[[Architecture, int, int], tuple[int, int]]
-    later: Callable[[Architecture], int]
-    casts_compiled: int | None = None
+    scan: Callable[[Architecture, int, int], int]
 
 
 @dataclass(frozen=True)

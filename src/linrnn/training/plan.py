@@ -132,8 +132,6 @@ class Plan:
             by_vocabulary=isinstance(parallel, VocabConfig),
             blocks_together=parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1,
             keep_gathered=isinstance(parallel, FsdpConfig) and parallel.keep_gathered,
-            compiled_blocks=trainer.compile == "blocks",
-            cuda_graph=trainer.cuda_graph,
         )
 
 

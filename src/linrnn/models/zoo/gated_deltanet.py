@@ -1,16 +1,7 @@
 """Gated DeltaNet (arXiv:2412.06464): delta rule with one decay per head, short convolutions."""
 
 from linrnn.models.cpu_ops import layers, mixers
-from linrnn.models.facts import (
-    FP32,
-    Architecture,
-    Chunks,
-    KnownWrong,
-    MixerMemory,
-    ModelFacts,
-    chunk_length,
-    register_model,
-)
+from linrnn.models.facts import Architecture, Chunks, KnownWrong, MixerMemory, ModelFacts, chunk_length, register_model
 from linrnn.models.zoo import shared
 
 
@@ -29,13 +20,10 @@ def _projections(arch: Architecture) -> list[tuple[int, int]]:
     return [*shared.query_key_value_output(arch), *gates]
 
 
-def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
-    heads, keys, values, chunk = arch.num_heads, arch.key_dim, arch.value_dim, chunk_length(arch, seq_len)
-    # the convolutions' inputs; normalised q and k; v; the inverse; scalars per head: two norms, decay and beta
-    saved = compute * (2 * (2 * keys + values) + heads * chunk + 2 * heads) + 4 * FP32 * heads
-    # w, dq, dk in two parts, dw; u, the new values, dv in two parts, the output's gradient
-    products = compute * (5 * keys + 5 * values + shared.state_elements(arch, seq_len))
-    return saved, products + 3 * FP32 * heads  # the decay's gradient in two parts, beta's
+def _saved(arch: Architecture, seq_len: int, compute: int) -> int:
+    """The convolutions' inputs; normalised q and k; v; the inverse."""
+    inverse = arch.num_heads * chunk_length(arch, seq_len)
+    return compute * (2 * (2 * arch.key_dim + arch.value_dim) + inverse)
 
 
 register_model(
@@ -44,7 +32,7 @@ register_model(
         title="Gated DeltaNet",
         matched=shared.matched_by_head_dim(_parameters),
         flops=shared.delta_rule_flops(_projections),
-        memory=MixerMemory(linears=6, gated=True, scan=_memory, later=shared.output_and_gate_parameters),
+        memory=MixerMemory(linears=6, gated=True, scan=_saved),
         keeps_fp32=True,
         state=shared.expanded_widths,
         chunks=Chunks("fla.layers.gated_deltanet", "chunk_gated_delta_rule", (16, 32, 64)),

@@ -29,12 +29,10 @@ def _projections(arch: Architecture) -> list[tuple[int, int]]:
     return [*shared.query_key_value_output(arch), *gates]
 
 
-def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
-    heads, keys, values, chunk = arch.num_heads, arch.key_dim, arch.value_dim, chunk_length(arch, seq_len)
-    # q, k, v; the low-rank gate before and after its logsigmoid; scores in fp32
-    saved = compute * (2 * keys + values + 2 * keys + GLA_GATE_RANK) + FP32 * heads * chunk
-    # summed decays; dq and dk in two parts, dg; the scores' gradient; dv and the output's gradient
-    return saved, FP32 * (6 * keys + heads * chunk + shared.state_elements(arch, seq_len)) + compute * 2 * values
+def _saved(arch: Architecture, seq_len: int, compute: int) -> int:
+    """q, k, v; the low-rank gate before and after its logsigmoid; scores in fp32."""
+    scores = FP32 * arch.num_heads * chunk_length(arch, seq_len)
+    return compute * (4 * arch.key_dim + arch.value_dim + GLA_GATE_RANK) + scores
 
 
 register_model(
@@ -53,15 +51,7 @@ register_model(
             ),
         ),
         flops=shared.linear_attention_flops(_projections),
-        # The kernel breaks a compiled block's graph. Before it q, k, v and the forget gate share a cast; behind it the
-        # output gate has its own.
-        memory=MixerMemory(
-            linears=5,
-            gated=True,
-            scan=_memory,
-            later=shared.output_and_gate_parameters,
-            casts_compiled=2,
-        ),
+        memory=MixerMemory(linears=5, gated=True, scan=_saved),
         keeps_fp32=False,
         # FLA fixes chunks of 64. 256 is too large: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in
         # shared memory, which has at most 227 KiB.

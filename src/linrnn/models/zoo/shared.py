@@ -20,11 +20,6 @@ def projection_parameters(arch: Architecture) -> int:
     return sum(inputs * outputs for inputs, outputs in query_key_value_output(arch))
 
 
-def output_and_gate_parameters(arch: Architecture) -> int:
-    """Output projection and output gate, the linear layers that run after the scan."""
-    return 2 * arch.hidden_size * arch.value_dim
-
-
 def convolution_parameters(arch: Architecture) -> int:
     return CONV_SIZE * (2 * arch.key_dim + arch.value_dim)
 
@@ -96,12 +91,6 @@ def gla_kernel(arch: Architecture, seq_len: int) -> int:
 def gla_kernel_again(arch: Architecture, seq_len: int) -> int:
     """Recomputed: the updates of the state."""
     return 2 * arch.head_k_dim * arch.head_v_dim
-
-
-# ----------------------------------------------------------------------------------------------------------- memory
-def state_elements(arch: Architecture, seq_len: int) -> int:
-    """Elements per token of every chunk's state, and of their gradients."""
-    return 2 * arch.key_dim * arch.head_v_dim // chunk_length(arch, seq_len)
 
 
 # ------------------------------------------------------------------------------------------------------------ facts

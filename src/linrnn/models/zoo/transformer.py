@@ -2,7 +2,7 @@
 
 from linrnn.core.errors import ConfigError
 from linrnn.models.cpu_ops import layers
-from linrnn.models.facts import FP32, Architecture, Matched, MixerFlops, MixerMemory, ModelFacts, register_model
+from linrnn.models.facts import Architecture, Matched, MixerFlops, MixerMemory, ModelFacts, register_model
 from linrnn.models.zoo import shared
 
 
@@ -38,10 +38,9 @@ def _flash_attention_again(arch: Architecture, seq_len: int) -> int:
     return seq_len * arch.head_k_dim
 
 
-def _memory(arch: Architecture, seq_len: int, compute: int) -> tuple[int, int]:
-    """Saved: rotated q and k, v, log-sum-exp. Backward: their gradients and the output's."""
-    keys, values = arch.key_dim, arch.value_dim
-    return compute * (2 * keys + values) + FP32 * arch.num_heads, compute * (2 * keys + 2 * values)
+def _saved(arch: Architecture, seq_len: int, compute: int) -> int:
+    """Rotated q and k, v."""
+    return compute * (2 * arch.key_dim + arch.value_dim)
 
 
 register_model(
@@ -62,9 +61,7 @@ register_model(
             _flash_attention_again,
             recurrent=False,
         ),
-        memory=MixerMemory(
-            linears=3, gated=False, scan=_memory, later=lambda arch: arch.hidden_size * arch.value_dim, casts_compiled=1
-        ),
+        memory=MixerMemory(linears=3, gated=False, scan=_saved),
         keeps_fp32=False,
         cpu={("fla.modules.rotary.ops", "rotary_embedding"): layers.rotary_embedding},
         state=lambda fla: shared.widths(fla, 1, 1) if fla.window_size is None else None,

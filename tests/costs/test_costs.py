@@ -1,0 +1,436 @@
+"""Formulas against numbers computed by hand, against torch's own counter, and against measurements on GPUs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.common import parse_loss
+from benchmarks.loss_rows import read_rows
+from linrnn import costs
+from linrnn.config import load_config
+from linrnn.config.schema import Config, LossConfig
+from linrnn.core.files import read_json
+from linrnn.costs import (
+    MemoryEstimate,
+    kernel_flops,
+    loss_memory,
+    memory_estimate,
+    mfu,
+    model_flops,
+    model_flops_6n,
+    peak_flops_per_second,
+    time_estimate,
+    vocabulary_loss_bytes,
+)
+from linrnn.costs.flops import forward_flops
+from linrnn.experiments.dry_run import kernel_flops as foreseen_flops
+from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme
+from linrnn.losses.cce_apple import CceAppleLossConfig
+from linrnn.losses.fla import FlaLossConfig
+from linrnn.losses.liger import LigerLossConfig
+from linrnn.losses.torch_native import TorchNativeLossConfig
+from linrnn.models import build_model
+from linrnn.models.architecture import MODELS, Architecture, resolve
+from linrnn.models.facts import facts_of
+from linrnn.training.plan import Plan
+
+GIB, MIB = 2**30, 2**20
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+REPORTS = sorted((RESULTS / "summaries").glob("*/runs.json.xz"))
+WITHIN = 0.1  # of measured memory
+STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
+LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
+FLA = FlaLossConfig("fla", 8)
+APPLE = {name: CceAppleLossConfig("cce_apple", name) for name in ("cce", "cce_kahan_full_c", "cce_exact")}
+KAHAN = CceKahanLossConfig("cce_kahan", "kahan", None)
+IF_FASTER = CceFilterLossConfig("cce_filter", "kahan", None, 2.0**-12, True, None)
+FILTER = replace(IF_FASTER, filter_if_faster=False)
+TINY = Architecture("gla", "tiny", 3, 64, 4, 16, 32, 96, 500, True, None)
+
+
+def tiny(model: str, **changes: Any) -> Architecture:
+    return replace(TINY, model=model, **({"head_v_dim": 16} if model == "transformer" else {}) | changes)
+
+
+@cache
+def configured(*overrides: str) -> Config:
+    """The configuration of these overrides, which nothing alters: hundreds of runs share a few."""
+    return load_config([*overrides])
+
+
+def architecture(row: dict[str, Any]) -> Architecture:
+    """Of a committed run or search."""
+    name, *options = row["model"].split()
+    options = [f"model.{option}" for option in (f"chunk_size={row['chunk_size'] or 'null'}", *options)]
+    config = configured(f"model={name}", *options, f"size={row['size']}")
+    arch = resolve(config.model, config.size, row["vocab_size"])
+    assert row.get("n_parameters") in (None, arch.n_parameters)
+    return arch
+
+
+# ------------------------------------------------------------------------------------------------------ FLOPs
+def test_gla_forward_flops_of_a_tiny_model_by_hand() -> None:
+    flops = forward_flops(tiny("gla"), n_sequences=2, seq_len=128)
+    tokens = 256
+    assert flops == {
+        # q, k: 64 x 64; v, g: 64 x 128; o: 128 x 64; gate: 64 x 16, 16 x 64
+        "mixer_projections": 2 * tokens * 3 * (2 * 4096 + 3 * 8192 + 2 * 1024),
+        # per head and token: the state's update 2·16·32, its reading 2·16·32
+        "mixer_scan": tokens * 3 * 4 * (1024 + 1024),
+        "mlp": 2 * tokens * 3 * 3 * 64 * 96,
+        "vocabulary": 2 * tokens * 64 * 500,
+    }
+    assert model_flops(tiny("gla"), 2, 128) == 3 * sum(flops.values())
+
+
+@pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
+def test_delta_rule_flops_by_hand(model: str) -> None:
+    arch = tiny(model, chunk_size=32)
+    # K = 16, V = 32: reading the state for the key, its update, and its reading: 2KV each
+    assert forward_flops(arch, 1, 128)["mixer_scan"] == 128 * 3 * 4 * 3 * 2 * 16 * 32
+    # C = 32: 6CK + 4CV + 6KV + C²/3 per head and token in the kernel
+    kernel = kernel_flops(arch, 1, 128, STANDARD, "none")
+    assert kernel.forward["mixer_scan"] == 128 * 3 * 4 * (6 * 32 * 16 + 4 * 32 * 32 + 6 * 16 * 32 + 341)
+
+
+def test_causal_attention_counts_the_pairs_of_query_and_key_that_the_definition_needs() -> None:
+    pairs = sum(1 for query in range(128) for key in range(128) if key <= query)
+    assert forward_flops(tiny("transformer"), 1, 128)["mixer_scan"] == 3 * 4 * pairs * (2 * 16 + 2 * 16)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_mfu_does_not_depend_on_how_a_kernel_works(model: str) -> None:
+    """Chunk sizes, losses and activation checkpointing change the kernels' FLOPs, not the model's."""
+    small, large = tiny(model, chunk_size=16), tiny(model, chunk_size=64)
+    for count in (model_flops, model_flops_6n):
+        assert count(small, 2, 128) == count(large, 2, 128)
+    computed = {kernel_flops(arch, 2, 128, STANDARD, "none").total for arch in (small, large)}
+    assert len(computed) == (1 if model == "transformer" else 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "mixing"),
+    [
+        ("gla", 6 * 2 * 3 * 4 * 16 * 32),
+        ("gated_deltanet", 6 * 3 * 3 * 4 * 16 * 32),
+        ("kda", 6 * 3 * 3 * 4 * 16 * 32),
+        ("transformer", 12 * 3 * 4 * 16 * 128),  # layers, heads, their dimension, length
+    ],
+)
+def test_6n_counts_parameters_and_mixing_as_torchtitan_does(model: str, mixing: int) -> None:
+    """6 FLOPs per parameter and token. An untied embedding does not count."""
+    parameters = tiny(model).n_parameters  # embedding and head are one: counted once
+    for tied in (True, False):
+        assert model_flops_6n(tiny(model, tie_embeddings=tied), 1, 128) / 128 == 6 * parameters + mixing
+
+
+def test_mfu_is_the_share_of_all_devices_peak() -> None:
+    arch, speed = tiny("gla"), 1e6
+    options = {"seq_len": 128, "device_name": "NVIDIA H200", "precision": "bf16"}
+    one = mfu(arch, tokens_per_second=speed, **options)
+    assert one["mfu"] == pytest.approx(model_flops(arch, 1, 128) / 128 * speed / 989e12)
+    assert one["mfu_6n"] == pytest.approx(model_flops_6n(arch, 1, 128) / 128 * speed / 989e12)
+    assert mfu(arch, tokens_per_second=speed, n_devices=2, **options)["mfu"] == pytest.approx(one["mfu"] / 2)
+    for nothing in ({"tokens_per_second": None}, {"device_name": "cpu"}):
+        assert mfu(arch, **{"tokens_per_second": speed, **options, **nothing}) == {"mfu": None, "mfu_6n": None}
+
+
+def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu() -> None:
+    for run in (run for path in REPORTS for run in read_json(path)["runs"]):
+        if run["model"].startswith("fla:") or run["tokens_per_second"] is None:
+            continue
+        keys = ("seq_len", "tokens_per_second", "precision")
+        found = mfu(architecture(run), device_name=run["device"], **{key: run[key] for key in keys})
+        assert {key: run[key] for key in found} == pytest.approx(found), (run["group"], run["run_name"])
+
+
+@pytest.mark.parametrize(("model", "rank"), [*((name, None) for name in MODELS), ("gla", 24), ("transformer", 24)])
+def test_products_equal_those_that_torch_counts_in_the_real_model(model: str, rank: int | None) -> None:
+    arch = tiny(model, num_layers=1, shared_projection_rank=rank)
+    language_model = build_model(arch, device="cpu", seed=0)
+    block = language_model.blocks[0]
+    linears = {name: module for name, module in block.attn.named_modules() if isinstance(module, nn.Linear)}
+    sides = sorted((module.in_features, module.out_features) for module in linears.values())
+    assert sorted(facts_of(model).flops.projections(arch)) == sides
+    with FlopCounterMode(display=False) as counter:
+        language_model(torch.randint(0, 500, (2, 65))) @ language_model.head_weight.T
+    counts = {name: sum(by_operation.values()) for name, by_operation in counter.get_flop_counts().items()}
+    expected = forward_flops(arch, 2, 65)
+    name_of_block = next(name for name in counts if name.endswith("layers.0"))
+    assert sum(counts[f"{name_of_block}.attn.{name}"] for name in linears) == expected["mixer_projections"]
+    assert counts[f"{name_of_block}.mlp"] == expected["mlp"]
+    assert counts["Global"] - counts["LanguageModel"] == expected["vocabulary"]
+    hidden = torch.randn(2, 65, 64, requires_grad=True)
+    out = block.mlp(hidden).sum()
+    with FlopCounterMode(display=False) as counter:
+        out.backward()
+    assert counter.get_total_flops() == kernel_flops(arch, 2, 65, STANDARD, "none").backward["mlp"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "products"),
+    [
+        (STANDARD, 3),
+        (COMPILED, 3),
+        (LIGER, 3),
+        (FLA, 3),
+        (KAHAN, 4),  # so small that a GPU waits for launches
+        (APPLE["cce_exact"], 4),
+        (CceAppleLossConfig("cce_apple", "torch_compile"), 3),
+        (TorchNativeLossConfig("torch_native", "sum"), 3),
+        (TorchNativeLossConfig("torch_native", "none"), 4),
+    ],
+)
+def test_vocabulary_products_of_each_loss_on_the_device(loss: LossConfig, products: int) -> None:
+    flops = kernel_flops(tiny("gla"), 2, 128, loss, "none")
+    parts = (flops.forward, flops.backward, flops.recomputed)
+    assert sum(part.get("vocabulary", 0) for part in parts) == products * 2 * 256 * 64 * 500
+
+
+def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not() -> None:
+    """A filter on one gradient computes the logits twice: it has no lists."""
+    arch = tiny("gla", hidden_size=256, vocab_size=32000)
+    one_sided = replace(FILTER, filter_unbiased=False, filter_c=False)
+    for loss, compute, again in (
+        (KAHAN, 2, 0),
+        (replace(KAHAN, workspace_mib=8), 2, 1),
+        (KAHAN, 4, 1),
+        (one_sided, 2, 2),
+    ):
+        flops = kernel_flops(arch, 8, 2048, loss, "none", compute=compute)
+        assert flops.recomputed.get("vocabulary", 0) == again * flops.forward["vocabulary"]
+
+
+def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks() -> None:
+    plain, selective, full = (
+        kernel_flops(tiny("kda"), 2, 128, STANDARD, mode) for mode in ("none", "selective", "full")
+    )
+    assert full.total - plain.total == sum(plain.forward.values()) - plain.forward["vocabulary"]
+    assert selective.total - plain.total == plain.forward["mixer_scan"], "no linear layer is computed again"
+
+
+# ---------------------------------------------------------------------------------------------- peak and time
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA H200", "bf16_autocast", 989),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "bf16", 835),
+        ("NVIDIA GH200 480GB", "bf16", 989),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L400", "bf16", None),
+        ("cpu", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+    ],
+)
+def test_peaks_are_the_datasheets_dense_rates(name: str, precision: str, tflops: int | None) -> None:
+    peak = peak_flops_per_second(name, precision)
+    assert peak == (tflops and tflops * 1e12)
+    assert time_estimate(4e12, peak, share=0.4) == (tflops and pytest.approx(10 / tflops))
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+def committed() -> Iterator[tuple[dict[str, Any], int]]:
+    """Every finished run of a matched model, and every probe of a largest batch that fitted, with its peak in bytes.
+
+    Without float8, whose memory training says to be unknown. Kernels of the small size's first runs on an H200 had
+    another workspace.
+    """
+    for run in (run for path in REPORTS for run in read_json(path)["runs"]):
+        older = run["size"] == "mve" and "H200" in (run["device"] or "") and run["loss"] == "cce_kahan"
+        unknown = run["model"].startswith("fla:") or "trainer.float8=blocks" in run["training"]
+        if run["status"] == "finished" and not older and not unknown:
+            yield run, run["memory_bytes"]["peak"]
+    for answer in (answer for path in RESULTS.glob("summaries/*/max_batches.json.xz") for answer in read_json(path)):
+        for probe in (probe for probe in answer["probes"] if probe["fits"]):
+            yield answer | {"batch_size": probe["batch"], "precision": "bf16_autocast"}, probe["peak_bytes"]
+
+
+def foreseen(row: dict[str, Any]) -> MemoryEstimate:
+    options = [f"loss.{key}={'null' if value is None else value}" for key, value in row["loss_options"].items()]
+    keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
+    config = configured(f"loss={row['loss']}", *options)
+    how = {key: row[key] for key in keys}
+    found = memory_estimate(architecture(row), loss=config.loss, optimizer=config.optimizer, **how)
+    assert found is not None
+    return found
+
+
+def test_peaks_are_foreseen_within_ten_percent_for_every_committed_run_and_probe() -> None:
+    seen = set()
+    for row, peak in committed():
+        seen.add((row["model"], row["activation_checkpointing"]))
+        assert foreseen(row).peak == pytest.approx(peak, rel=WITHIN), (row["group"], row["run_name"], row["batch_size"])
+    assert seen >= {(model, kind) for model in MODELS for kind in ("none", "selective", "full")}
+
+
+def test_activations_are_foreseen_within_ten_percent_for_every_committed_run() -> None:
+    """Not those of compiled blocks, which save fewer casts."""
+    for row, _ in committed():
+        if "activations" in row.get("memory_bytes", {}) and "trainer.compile=blocks" not in row["training"]:
+            components, measured = foreseen(row).components(), row["memory_bytes"]
+            for name in ("parameters", "gradients", "optimizer", "activations"):
+                assert components[name] == pytest.approx(measured[name], rel=WITHIN), (row["run_name"], name)
+
+
+@pytest.mark.parametrize("gpu", ["nvidia_h100_80gb_hbm3", "nvidia_h200"])
+def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu: str) -> None:
+    """Also where inputs are copied, because D is no multiple of 64."""
+    rows = [
+        row
+        for path in (RESULTS / "bench_loss" / gpu).glob("*.json")
+        for row in read_rows(path)
+        if row.set == "grid" and row.backend in ("cce_kahan", "cce_filter")
+    ]
+    assert len(rows) == 25 * 2 * 3, "shapes, kinds of logits, losses"
+    assert any(row.d % 64 for row in rows)
+    for row in rows:
+        _, backward = loss_memory(parse_loss(row.label), row.n, row.d, row.v, 2)
+        beside = backward - 2 * row.d * (row.n + row.v)  # without both gradients
+        if row.backend == "cce_kahan":
+            assert row.extra_mib == pytest.approx(beside / MIB, rel=WITHIN), (row.shape, row.label)
+        else:  # lists of few rows do not fill the workspace
+            assert 0.5 * beside / MIB < (row.extra_mib or 0) < 1.1 * beside / MIB, (row.shape, row.label)
+
+
+SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (32768, 1024, 32000))
+
+
+@pytest.mark.parametrize(
+    ("loss", "measured_mib"),
+    [
+        (STANDARD, (24000, 24048, 6000, 12000)),
+        (COMPILED, (5161, 4573, 1024, 2127)),
+        (LIGER, (1224, 690, 39, 189)),
+        (LIGER_FP32, (3411, 1567, 55, 252)),
+        (FLA, (3920, 2585, 416, 955)),
+        (APPLE["cce"], (1163, 566, 24, 127)),
+        (APPLE["cce_kahan_full_c"], (3449, 1632, 63, 316)),
+        (APPLE["cce_exact"], (3447, 1631, 63, 316)),
+    ],
+)
+def test_other_losses_take_the_memory_that_was_measured(loss: LossConfig, measured_mib: tuple[int, ...]) -> None:
+    for shape, measured in zip(SHAPES, measured_mib, strict=True):
+        assert max(loss_memory(loss, *shape, 2)) / MIB == pytest.approx(measured, rel=WITHIN)
+
+
+def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabulary() -> None:
+    n, d, v = 8192, 2304, 256000
+    gradients, lost = (n + v) * d * 2, n * d
+    for workspace in (128, 512):  # too little for any stored exponentials with their sums
+        extra = loss_memory(replace(KAHAN, workspace_mib=workspace), n, d, v, 2)[1] - gradients - lost
+        assert 0.9 * workspace * MIB < extra <= workspace * MIB
+    assert loss_memory(KAHAN, 256, 64, 500, 4)[1] == (256 + 500) * 64 * 4 + 256 * 500 * 4  # gradients, all logits
+
+
+def test_a_filter_is_foreseen_as_what_it_does() -> None:
+    """One that may drop nothing is none. One that need be faster is none on small shapes, and over shards."""
+    large, small = (16384, 2048, 128256, 2), (16384, 256, 32000, 2)
+    for loss, shape, like in (
+        (replace(FILTER, filter_mass=0.0), large, KAHAN),
+        (IF_FASTER, large, FILTER),
+        (IF_FASTER, small, KAHAN),
+    ):
+        assert loss_memory(loss, *shape) == loss_memory(like, *shape)
+        assert cce_scheme(loss, *shape) == cce_scheme(like, *shape)
+    assert loss_memory(FILTER, *large) != loss_memory(KAHAN, *large)
+    config = configured("model=gla", "size=1b3")
+    arch = resolve(config.model, config.size, 131072)
+
+    def of_ranks(loss: LossConfig, ranks: int) -> tuple[Any, Any]:
+        step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16", "activation_checkpointing": "none"}
+        step |= {"optimizer": config.optimizer, "shard_ranks": ranks, "by_vocabulary": True}
+        return memory_estimate(arch, loss=loss, **step), kernel_flops(
+            arch, 8, 2048, loss, "none", vocabulary_ranks=ranks
+        )
+
+    assert of_ranks(IF_FASTER, 4) == of_ranks(KAHAN, 4) != of_ranks(FILTER, 4)
+    assert of_ranks(IF_FASTER, 1) == of_ranks(FILTER, 1) != of_ranks(KAHAN, 1)
+
+
+def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "kernel_flops", lambda *arguments: arguments[-1])
+    for parallel, ranks in (("vocab", 4), ("fsdp", 1)):
+        plan = Plan(load_config([f"parallel={parallel}"]), torch.device("cpu"), "fp32", 4)
+        assert foreseen_flops(plan, None) == ranks
+
+
+def test_what_the_vocabulary_parallel_loss_sends_by_hand() -> None:
+    """For each of 4 ranks and a batch in bf16. fp32 and filters have no stored exponentials."""
+    n, d, v = 16384, 2048, 128256
+    exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, states, gradients; two numbers
+    rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
+    again = 4 * rows + rows  # logits computed again: a third number of each rank, and the row losses' gradients
+    entries = 3 * v * 4 // 4
+    for loss, more in (
+        (KAHAN, 0),
+        (replace(KAHAN, workspace_mib=8), again),
+        (replace(FILTER, filter_unbiased=False), again + 2 * 2 * rows),  # what was kept and dropped
+        (FILTER, again + 2 * 2 * rows + entries),  # the entries' order
+        (replace(FILTER, filter_mass=0.5), again + 3 * 2 * rows + entries),  # what would be dropped
+        (replace(FILTER, filter_mass=0.0), 0),
+        (IF_FASTER, 0),  # exact: over shards a filter never is
+    ):
+        assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more
+
+
+@pytest.mark.parametrize("workspace_mib", [None, 64, 512, 2048])
+@pytest.mark.parametrize(("n", "d", "v"), [*SHAPES, (600, 64, 500), (131072, 4096, 262144)])
+@pytest.mark.parametrize(
+    ("accumulate", "dtype"), [("kahan", torch.bfloat16), ("fp32", torch.bfloat16), ("kahan", torch.float32)]
+)
+def test_the_scheme_of_cce_is_the_one_that_the_kernels_choose(
+    workspace_mib: float | None, n: int, d: int, v: int, accumulate: str, dtype: torch.dtype
+) -> None:
+    schemes = pytest.importorskip("cce_kernels.planner", reason="needs Triton")
+    options = schemes.Options(accumulate=accumulate, workspace_mib=workspace_mib)
+    problem = schemes.Problem(n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
+    try:
+        chosen = schemes.plan(problem, 132, options)
+    except schemes.WorkspaceTooSmall:
+        return
+    expected = cce_scheme(CceKahanLossConfig("cce_kahan", accumulate, workspace_mib), n, d, v, dtype.itemsize)
+    assert bool(chosen.rows) == bool(expected.rows)
+    if chosen.rows:  # the kernels may take more chunks, so that fewer multiprocessors idle
+        assert chosen.rows <= expected.rows
+    else:
+        assert chosen.columns <= expected.columns
+
+
+def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing() -> None:
+    config = configured("model=gla", "size=1b3")
+    step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16_autocast", "activation_checkpointing": "none"}
+
+    def estimate(**changes: Any) -> MemoryEstimate:
+        arch = resolve(config.model, config.size, 128256)
+        found = memory_estimate(arch, optimizer=config.optimizer, **{"loss": COMPILED, **step, **changes})
+        assert found is not None
+        return found
+
+    mixed, pure, twice = estimate(), estimate(precision="bf16"), estimate(accumulation_steps=2)
+    components = mixed.components()
+    parts = [size for name, size in components.items() if name.startswith("activations/")]
+    assert components["activations"] == sum(parts)
+    assert mixed.at_loss == (
+        sum(components[name] for name in ("parameters", "optimizer", "activations"))
+        + max(mixed.loss_forward, mixed.loss_backward)
+    )
+    assert pure.state["parameters"] * 2 == mixed.state["parameters"]
+    assert pure.activations["weight_copies"] == 0
+    assert pure.peak < 2 / 3 * mixed.peak
+    assert twice.at_loss - mixed.at_loss == mixed.state["gradients"], "of the earlier micro-step"
+    selective, full = (estimate(activation_checkpointing=kind) for kind in ("selective", "full"))
+    assert mixed.peak > selective.peak > full.peak
+    eager, ours = (estimate(activation_checkpointing="full", loss=loss).peak for loss in (STANDARD, KAHAN))
+    assert eager > 1.3 * ours, "with checkpointing the output layer decides the peak"
