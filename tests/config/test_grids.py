@@ -8,11 +8,11 @@ import pytest
 from linrnn.config import CONFIG_DIR, load_config, run_name
 from linrnn.config.cli import split_overrides
 from linrnn.config.fla.names import fla_models
-from linrnn.config.grids import sweep_points
+from linrnn.config.grids import FROM_COMMAND_LINE, sweep_points
 from linrnn.config.schema import SweepConfig
 from linrnn.core.errors import ConfigError
 
-SWEEPS = sorted(path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml"))
+SWEEPS = sorted({path.stem for path in (CONFIG_DIR / "sweep").glob("*.yaml")} - {FROM_COMMAND_LINE})
 ONE = SweepConfig("one", ["group=one"], [{"loss": ["standard", "cce_kahan"], "seed": [0, 1]}])
 OPTIONS = SweepConfig("options", [], [{"loss": ["standard"]}, {"loss": ["cce_kahan"], "loss.accumulate": ["fp32"]}])
 

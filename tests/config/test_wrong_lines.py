@@ -58,7 +58,6 @@ LINES = [
     # A value that must be given.
     ("train", "data=text", "data.path must be given", "add data.path=…"),
     ("export", "checkpoint=x", "output must be given", "add output=…"),
-    ("run_sweep", "", "sweep must be given", "one of: apple, batch"),
     # A value of another type.
     (
         "train",

@@ -301,7 +301,7 @@ def _says_unknown(
     assert printed.count("unknown") >= 2
     assert "a step," not in printed, "no time is foreseen"
     assert dry_run.seconds_of_run(plan, arch) is None
-    point = points._foresee((), plan.config, Path("nowhere"), "label")
+    point = points._foresee(points.Point((), plan.config, Path("nowhere"), "label"))
     assert (point.memory_bytes, point.seconds, point.refusal) == (None, None, None)
     monkeypatch.setattr("linrnn.config.load_config", lambda overrides: plan.config)
     assert max_batch._look_ahead([], GIB).peaks is None

@@ -18,21 +18,13 @@ import torch
 
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
-from linrnn.core.machine import GIB, SHARED_GPU
+from linrnn.core.machine import SHARED_GPU
 from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.listing import TimeLeft, check_inputs, listing, points_at_full_speed
+from linrnn.experiments.listing import check_inputs, listing
 from linrnn.experiments.points import ANSWERS, Point, decisive, foresee, last_told, write_summary
-from linrnn.experiments.sweep import (
-    Sweep,
-    _judge,
-    check_shared_memory,
-    in_another_process,
-    slots_of,
-    threads_of,
-    with_data_of_hub,
-)
+from linrnn.experiments.sweep import _judge, in_another_process, run_points, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 from linrnn.training import plan
@@ -62,7 +54,7 @@ def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
 
 def run(points: Sequence[Point], slots: Sequence[dict[str, str]] = ({},), **by_seed: str) -> list[str]:
     said: list[str] = []
-    Sweep(points, slots, said.append, 0.1, scripts(**by_seed)).run()
+    run_points(points, slots, said.append, 0.1, scripts(**by_seed))
     return said
 
 
@@ -94,15 +86,17 @@ def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
     assert not longer.is_answered(retry=False)
     write_summary(points[2], "failed", "a crash")
     assert not points[2].is_answered(retry=False)
-    with pytest.raises(SweepFailure) as failure:
-        _judge(points[:2], print)
-    assert failure.value.exit_code == 5
-    expected = f"the reason is in {points[1].log}; the same command with retry=true runs these points again"
-    assert failure.value.remedy == expected
+    said: list[str] = []
+    _judge(points[:2], said.append)  # a point that does not fit into memory is an outcome, no failure
+    assert said[0] == "1 finished, 1 out_of_memory; retry=true repeats out_of_memory and diverged"
+    assert said[1].startswith(f"compare the runs: python scripts/report.py group={points[0].config.group} ")
+    with pytest.raises(SweepFailure, match="1 of 3 points did not finish: seed=2") as failure:
+        _judge(points, print)
+    assert failure.value.exit_code == 8
+    write_summary(points[2], "diverged", "NaN")
     with pytest.raises(SweepFailure) as failure:
         _judge(points, print)
-    assert failure.value.exit_code == 8, "not all ran out of memory"
-    assert "runs failed points again, and with retry=true also points that are out_of_memory" in failure.value.remedy
+    assert failure.value.exit_code == 6
 
 
 def test_the_closing_error_of_a_sweep_names_few_points_and_counts_all(make_points) -> None:
@@ -172,47 +166,6 @@ def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it() -> None:
     assert refusal.value.remedy == "use jobs=2, or share_gpus=true if only the losses matter"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "gpus", "ranks", "cause", "remedy"),
-    [
-        (4, [], 1, "jobs=4 needs no sharing on a CPU", "leave share_gpus out"),
-        (4, ["0", "1"], 2, "points of 2 ranks cannot share", "sweep.ranks=1"),
-        (2, ["0", "1"], 1, "each of 2 jobs has one of 2 GPUs of its own", "jobs=3"),
-    ],
-)
-def test_where_nothing_is_shared_sharing_is_refused(jobs, gpus, ranks, cause, remedy) -> None:
-    with pytest.raises(ConfigError, match=cause) as refusal:
-        slots_of(jobs, gpus, ranks, share=True)
-    assert remedy in refusal.value.remedy
-
-
-def test_points_that_do_not_fit_together_are_refused_before_one_starts(make_points) -> None:
-    """Two GPUs of 100 GiB each. Every process needs one GiB more than the formulas foresee."""
-    sizes = (29, 30, None, 29, 30)
-    points = [
-        replace(point, memory_bytes=size and size * GIB) for point, size in zip(make_points(5), sizes, strict=True)
-    ]
-    check_shared_memory(points, 6, 2, 100 * GIB)
-    with pytest.raises(ConfigError, match=r"4 points at a time on one GPU need up to 122\.0 GiB") as refusal:
-        check_shared_memory(points, 7, 2, 100 * GIB)
-    assert refusal.value.remedy == "use jobs=6"
-    check_shared_memory(points[:3], 20, 2, 100 * GIB)
-    check_shared_memory(points[:1], 20, 2, GIB)  # alone it disturbs nobody: its run says what it lacks
-    with pytest.raises(ConfigError) as refusal:
-        check_shared_memory(points, 4, 2, 60 * GIB)
-    assert refusal.value.remedy == "leave share_gpus out, and use jobs=2"
-
-
-def test_a_point_that_fits_on_no_gpu_is_left_to_its_own_run(make_points) -> None:
-    """Points that share a GPU are checked without it, whatever number of jobs."""
-    sizes = (200, 40, 50)
-    points = [replace(point, memory_bytes=size * GIB) for point, size in zip(make_points(3), sizes, strict=True)]
-    check_shared_memory(points[:2], 4, 2, 80 * GIB)
-    check_shared_memory(points, 4, 2, 92 * GIB)
-    with pytest.raises(ConfigError, match=r"2 points at a time on one GPU need up to 92\.0 GiB"):
-        check_shared_memory(points, 4, 2, 91 * GIB)
-
-
 def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep_of_runs, "cores", lambda: 24)
@@ -232,31 +185,6 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points) -> None:
     assert "other runs share this GPU" in point.summary()["reason"]
     assert "lower jobs" in point.log.read_text()
     assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
-
-
-def test_on_shared_gpus_the_first_point_of_a_setting_compiles_alone(small: Small, tmp_path: Path) -> None:
-    """Three points of each of three settings. A point takes its first step when it is told to."""
-    settings = [["loss=standard"], ["loss=compiled"], ["loss=standard", "trainer.activation_checkpointing=full"]]
-    points = foresee([small(f"seed={s}", *setting) for setting in settings for s in range(3)])
-    go = tmp_path / "go"
-    trains = "import sys, time, pathlib; d = pathlib.Path(sys.argv[1]); d.mkdir(parents=True)\n"
-    trains += f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n(d / 'metrics.jsonl').write_text('x')\n"
-    trains += f"time.sleep(2)\n{FINISHES}"
-    said: list[str] = []
-    slots = slots_of(9, ["0"], share=True)
-    sweep = Sweep(
-        points, slots, said.append, 60, lambda p: [sys.executable, "-c", trains, str(p.directory)], share_gpus=True
-    )
-    thread = threading.Thread(target=sweep.run)
-    thread.start()
-    time.sleep(2)
-    before = sum("started" in line for line in said)
-    go.touch()
-    thread.join()
-    assert before == 3, "one of each setting"
-    order = [line for line in said if "started" in line or "finished" in line]
-    assert sum("started" in line for line in order[:9]) == 9, "then all others at once, while the first still run"
-    assert statuses(points) == ["finished"] * 9
 
 
 def test_a_directory_that_another_process_uses_is_waited_for(make_points) -> None:
@@ -284,9 +212,13 @@ def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_poin
         point.directory.mkdir(parents=True)
     (old.directory / SUMMARY).write_text(json.dumps(answer))
     said: list[str] = []
-    sweep = Sweep(points, ({},), said.append, 1e9, scripts())
-    (new.directory / SUMMARY).write_text(json.dumps(answer))
-    sweep.run()
+
+    def meanwhile(point: Point) -> list[str]:
+        """The old point's command. While it runs, another sweep answers the new one."""
+        (new.directory / SUMMARY).write_text(json.dumps(answer))
+        return list(scripts()(point))
+
+    run_points(points, ({},), said.append, 1e9, meanwhile)
     assert statuses(points) == ["finished", status]
     assert [f"{status} by another process" in line for line in said].count(True) == 1
 
@@ -299,8 +231,8 @@ def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_poi
     )
     said: list[str] = []
     everything = {f"s{seed}": counted for seed in range(4)}
-    sweeps = [Sweep(points, ({}, {}), said.append, 0.1, scripts(**everything)) for _ in range(2)]
-    threads = [threading.Thread(target=sweep.run) for sweep in sweeps]
+    arguments = (points, ({}, {}), said.append, 0.1, scripts(**everything))
+    threads = [threading.Thread(target=run_points, args=arguments) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -324,7 +256,7 @@ def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> N
     point = make_points(1)[0]
     program = (
         "import sys, time, pickle\nfrom linrnn.experiments.points import Process\n"
-        "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, [sys.executable, '-c', sys.argv[2]])\n"
+        "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, None, [sys.executable, '-c', sys.argv[2]])\n"
         "print(process._ranks[0].pid, flush=True); time.sleep(600)"
     )
     (tmp_path / "point").write_bytes(pickle.dumps(point))
@@ -394,26 +326,6 @@ def test_a_dry_run_names_the_points_without_data(small: Small, tmp_path: Path) -
     assert "3 points: 2 no data, 1 to run" in lines
 
 
-def test_a_dry_run_says_that_the_hub_was_not_asked_and_how_to_fetch_its_data(small: Small) -> None:
-    own = [override for override in small("data=wikitext103", "data.max_tokens=9") if "data.n_" not in override]
-    points = foresee([[*own, f"seed={seed}"] for seed in (0, 1)])
-    assert [point.missing for point in points] == [None, None], "nobody knows without asking the hub"
-    [line] = [line for line in listing(points, load_config(["sweep=mve"], "run_sweep")) if "hub" in line]
-    assert "Salesforce/wikitext" in line
-    assert "scripts/prepare_data.py data=wikitext103 data.cache_dir=" in line
-    assert line.endswith("data.max_tokens=9")
-    [nowhere] = foresee([[*own, "data.path=/no/such/place"]])
-    assert (nowhere.hub, nowhere.missing.cause) == ((), "data.path=/no/such/place is no directory")
-    [line] = [
-        line
-        for line in listing(foresee([small("init_from=owner/model")]), load_config(["sweep=mve"], "run_sweep"))
-        if "hub" in line
-    ]
-    assert line == "from the hub, which was not asked: owner/model"
-    [mistyped] = foresee([small("init_from=src/modle")])
-    assert (mistyped.hub, mistyped.missing.cause) == ((), "init_from=src/modle is no directory")
-
-
 def test_a_sweep_without_its_tokenizer_is_refused(small: Small) -> None:
     own = [override for override in small("loss=standard", "data=stdlib") if "data.n_" not in override]
     with pytest.raises(DataError, match=r"tokenizer nowhere/tokenizer\.json does not exist"):
@@ -445,66 +357,31 @@ def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path:
         check_inputs([weights])
 
 
-@pytest.mark.usefixtures("quick_points")
-def test_a_sweep_asks_the_hub_once_and_starts_nothing_without_an_answer(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def load_dataset(path: str, *_: object, **__: object) -> None:
-        asked.append(path)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    own = [override for override in small("data=wikitext103") if "data.n_" not in override]
-    points = foresee([[*own, f"seed={seed}"] for seed in (0, 1)])
-    said: list[str] = []
-    found = with_data_of_hub([*points, *foresee([small()])], said.append)
-    assert asked == ["Salesforce/wikitext"]
-    assert said == ["preparing data=wikitext103 (Salesforce/wikitext) for all points that use it"]
-    with pytest.raises(DataError, match=r"none of 2 points can start: cannot load Salesforce/wikitext .*no network"):
-        check_inputs(found[:2])
-    assert found[2].missing is None, "its data are generated"
-
-
-def test_time_left_follows_what_points_took(make_points) -> None:
-    first, second, third = (
-        replace(point, seconds=seconds) for point, seconds in zip(make_points(3), (1, 2, 4), strict=True)
-    )
-    clock = TimeLeft(slots=1)
-    assert clock.left([second, third], elapsed=0) == pytest.approx(6)
-    clock.add(first, 10)
-    assert clock.left([second, third], elapsed=5) == pytest.approx(55)
-    assert clock.left([second, third], elapsed=61) is None, "it took longer than expected: no one knows"
-    unknown = replace(third, seconds=None)
-    assert clock.left([second, unknown], elapsed=0) == pytest.approx(20)
-    assert TimeLeft(slots=1).left([unknown], elapsed=0) is None
-
-
 def test_points_that_share_a_cpu_or_a_gpu_are_expected_to_take_longer(
     make_points, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing_of_sweeps, "cores", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [points_at_full_speed(jobs, []) for jobs in (1, 4)] == [1, 1], "a point alone uses all cores"
-    assert points_at_full_speed(4, ["0", "1", "2", "3"]) == 4
-    assert points_at_full_speed(16, ["0", "1"]) == 2, "share_gpus=true"
-    assert points_at_full_speed(2, ["0", "1", "2", "3"], ranks=2) == 2
-    assert points_at_full_speed(4, [], ranks=2) == 4, "each of several ranks uses one core"
-
     points = [replace(point, seconds=100.0) for point in make_points(4)]
-    config = replace(load_config(["sweep=mve"], "run_sweep"), jobs=4, share_gpus=True)
-    assert "in all 6:40, since 4 points at a time share the CPU" in "\n".join(listing(points, config))
-    assert "in all 3:20, since 4 points at a time share 2 GPUs" in "\n".join(listing(points, config, ["0", "1"]))
-    assert listing(points, config, ["0", "1", "2", "3"])[-2].endswith("in all 1:40")
+    config = replace(load_config(["sweep=mve"], "run_sweep"), jobs=4)
+    of_ranks = replace(config, jobs=4, sweep=replace(config.sweep, ranks=2))
+    for threads, gpus, of, words in (
+        (None, "", config, "in all 6:40, since 4 points at a time share the CPU"),
+        (None, "01", config, "in all 3:20, since 4 points at a time share 2 GPUs"),
+        (None, "0123", config, "in all 1:40"),
+        (None, "0123", of_ranks, "in all 3:20, since 4 points at a time share 4 GPUs"),
+        (None, "", of_ranks, "in all 1:40"),  # each of several ranks uses one core
+        ("2", "", config, "in all 1:40"),
+        ("2", "", of_ranks, "in all 3:20, since 4 points at a time share the CPU"),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads) if threads else monkeypatch.delenv("OMP_NUM_THREADS", False)
+        assert listing(points, of, gpus)[-2].endswith(words), (threads, gpus, of.sweep.ranks)
     longest = [*points[1:], replace(points[0], seconds=900.0)]
-    assert listing(longest, config, ["0", "1", "2", "3"])[-2].endswith("in all 15:00"), "the longest point decides"
-    assert TimeLeft(slots=4, at_full_speed=1).left(points, elapsed=0) == pytest.approx(400)
+    assert listing(longest, config, "0123")[-2].endswith("in all 15:00"), "the longest point decides"
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert [points_at_full_speed(jobs, []) for jobs in (2, 4, 6)] == [2, 4, 4]
-    assert points_at_full_speed(4, [], ranks=2) == 2
-    assert listing(points, config)[-2].endswith("in all 1:40")
+
+def test_time_left_follows_what_points_took(make_points) -> None:
+    said = run(make_points(3))
+    assert [("left" in line) for line in said if "started" in line] == [False, True, True]
 
 
 def _fail() -> None:
@@ -553,8 +430,8 @@ def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(
 def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, make_shared_points) -> None:
     [alone], [shared] = make_points(1), make_shared_points(1)
     assert (alone.ranks, shared.ranks) == (1, 2)
-    assert alone.name == run_name(alone.config)
-    assert shared.name == run_name(shared.config, world_size=2)
+    assert alone.directory.name == run_name(alone.config)
+    assert shared.directory.name == run_name(shared.config, world_size=2)
     assert shared.run_directory()._identity["sequences_per_step"] == 2 * shared.config.trainer.batch_size
     assert shared.memory_bytes < alone.memory_bytes
     assert write_summary(shared, "failed", "a crash")["command"].startswith("torchrun --nproc-per-node=2 train.py ")

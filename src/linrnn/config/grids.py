@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from linrnn.config.compose import options_of
 from linrnn.config.overrides import override_value
 from linrnn.config.schema import SweepConfig
 from linrnn.config.strings import parse, quoted, quoted_choices
 from linrnn.core.errors import ConfigError
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
+FROM_COMMAND_LINE = "command_line"  # the sweep without grids of its own
 MAX_VALUES = 1000  # for one key
 
 
@@ -36,6 +38,12 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
         axes = {key: [f"{key}={override_value(value)}" for value in values] for key, values in grid.items()}
         crossed = itertools.product(*(axes | _fitting(grid, chosen)).values())
         points |= {(*shared, *sorted(point, key=_groups_first)): None for point in crossed}
+    if sweep.name == FROM_COMMAND_LINE and not any(len(values) > 1 for values in chosen.values()):
+        names = ", ".join(name for name in options_of("sweep") if name != FROM_COMMAND_LINE)
+        raise ConfigError(
+            "no sweep is named, and no key has several values",
+            f"add sweep=NAME, one of: {names}; or lists, as model=gla,kda seed=0,1",
+        )
     if not points:
         raise ConfigError(
             f"sweep={sweep.name} has no point{' with ' * bool(overrides)}{' '.join(overrides)}",

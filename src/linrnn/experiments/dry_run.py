@@ -1,5 +1,6 @@
 """`dry_run=true`: what a run will need, estimated from formulas. Nothing is built, tokenised, run or written."""
 
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -7,17 +8,19 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config, VocabConfig
-from linrnn.core.errors import LinrnnError
+from linrnn.config.schema import Config, HubDataConfig, TextDataConfig, VocabConfig
+from linrnn.core.errors import DataError, LinrnnError
 from linrnn.core.machine import cores, ranks_here
 from linrnn.data import vocabulary_size
-from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
+from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import compute_dtype
 
+DATA_OF_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
+MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME, as of every model in FLA's format
 UNKNOWN = "unknown: linrnn.costs has no formulas for this model or loss"
 
 
@@ -60,8 +63,9 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
 
 def _inputs(config: Config) -> list[str]:
     """Lines for text and weights that are not on this machine."""
-    lines = [f"not on this machine: {error.cause}" for error in missing_inputs(config)]
-    lines += [f"from the hub, which was not asked: {name}" for name in inputs_of_hub(config)]
+    missing, of_hub = inputs_elsewhere(config)
+    lines = [f"not on this machine: {error.cause}" for error in missing]
+    lines += [f"from the hub, which was not asked: {name}" for name in of_hub]
     return ["", *lines] if lines else []
 
 
@@ -173,3 +177,40 @@ def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
 def _cpu_rate(dtype: torch.dtype) -> float:
     """FLOP/s of each rank, measured with this process's threads. Ranks with more threads than cores share the cores."""
     return matmul_rate(dtype) * min(1.0, cores() / (torch.get_num_threads() * ranks_here()))
+
+
+# -------------------------------------------------------------------------------------------------- what a run reads
+def inputs_elsewhere(config: Config, *, resumes: bool = False) -> tuple[list[DataError], list[str]]:
+    """What the run reads and this machine lacks: the errors that it would raise, and what it may load from the hub.
+
+    Nothing is read, and the hub is not asked. A tokenizer is not looked for: without it no memory can be foreseen.
+
+    Args:
+        resumes: the run has a checkpoint of its own, so that it does not read `continue_from`.
+    """
+    missing: list[DataError] = []
+    of_hub: list[str] = []
+    data = config.data
+    if isinstance(data, TextDataConfig):
+        for key, path in ("data.path", data.path), ("data.valid_path", data.valid_path):
+            try:
+                _ = path is None or find_files(path, key)
+            except DataError as error:
+                missing.append(
+                    DataError(error.cause, f"{error.remedy} (docs/data.md), or use data=stdlib, which needs no file")
+                )
+    elif isinstance(data, HubDataConfig) and not Path(data.path).expanduser().is_dir():
+        if DATA_OF_HUB.fullmatch(data.path):
+            of_hub.append(data.path)
+        else:
+            remedy = "give a local copy of the data set, or its name on the hub, in data.path"
+            missing.append(DataError(f"data.path={data.path} is no directory", remedy))
+    for key, source in ("init_from", config.init_from), ("continue_from", None if resumes else config.continue_from):
+        if source is None or Path(source).is_dir():
+            continue
+        if key == "init_from" and MODEL_OF_HUB.fullmatch(source) and not Path(source).parent.is_dir():
+            of_hub.append(source)
+        else:
+            remedy = f"name the directory of a run in {key}; train.py makes one"
+            missing.append(DataError(f"{key}={source} is no directory", remedy))
+    return missing, of_hub

@@ -1,4 +1,4 @@
-"""One point of a sweep: estimate its needs, run it in its own process, turn any end of the process into a status."""
+"""One point of a sweep: foresee its needs, run it in processes of its own, turn any end of them into a status."""
 
 import ctypes
 import dataclasses
@@ -21,7 +21,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import CONSTANT, ending_at
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
-from linrnn.runs.directory import CHECKPOINTS, METRICS, SUMMARY, RunDirectory
+from linrnn.runs.directory import CHECKPOINTS, SUMMARY, RunDirectory
 from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import HINTS, status_of, summary_without_figures
@@ -30,7 +30,6 @@ TRAIN = CONFIG_DIR.parent / "train.py"
 POLL_SECONDS = 0.2
 LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
 LOGS = "sweep_logs"  # in a group's directory: what each point printed
-OUT_OF_MEMORY = OutOfMemoryError.exit_code
 ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
 
 
@@ -40,48 +39,42 @@ class PointTakenError(ConfigError):
 
 @dataclass(frozen=True)
 class Point:
-    """A point and its expected needs.
+    """A run and its expected needs.
 
     Attributes:
         overrides: of train.py.
         config: the configuration that they make.
         directory: the run's directory.
         label: the overrides in which the points of its sweep differ.
+        ranks: processes that share the run.
         total_steps: optimizer steps of the whole run; None if unknown.
-        memory_bytes: expected peak of memory; None if unknown.
+        memory_bytes: expected peak of one rank's memory; None if unknown.
         seconds: expected time of all steps; None if the device's rate is unknown.
         refusal: why the point cannot run here; None if it can.
-        ranks: processes that share the run.
-        missing: an error that the run would raise because its data or weights are not on this machine.
-        hub: the data set and the model that the run may load from the hub.
         refused_here: whether another machine may run a refused point: its device, memory or libraries decide.
+        missing: an error that the run would raise because its data or weights are not on this machine.
     """
 
     overrides: tuple[str, ...]
     config: Config
     directory: Path
     label: str
+    ranks: int = 1
     total_steps: int | None = None
     memory_bytes: int | None = None
     seconds: float | None = None
     refusal: str | None = None
-    ranks: int = 1
-    missing: DataError | None = None
-    hub: tuple[str, ...] = ()
     refused_here: bool = False
+    missing: DataError | None = None
 
     def on_a_cluster(self) -> "Point":
         """The point for machines that may hold the data, devices and libraries that this machine lacks."""
         return dataclasses.replace(self, missing=None, refusal=None if self.refused_here else self.refusal)
 
     @property
-    def name(self) -> str:
-        return self.directory.name
-
-    @property
     def log(self) -> Path:
-        """The file with its process's output."""
-        return self.directory.parent / LOGS / f"{self.name}.log"
+        """The file with its processes' output."""
+        return self.directory.parent / LOGS / f"{self.directory.name}.log"
 
     def run_directory(self) -> RunDirectory:
         """The run's directory.
@@ -94,8 +87,6 @@ class Point:
 
     def claim(self) -> BinaryIO:
         """The log, locked against other sweeps until it is closed. The system closes it when this process ends.
-
-        The point's process prints to its own open file, so that processes it leaves behind do not hold the lock.
 
         Raises:
             PointTakenError: another sweep has the lock.
@@ -110,11 +101,6 @@ class Point:
                 f"{self.directory} is being run by another sweep", "wait for it, or choose another group"
             ) from None
         return log
-
-    def has_trained(self) -> bool:
-        """Whether a step of its run is recorded."""
-        metrics = self.directory / METRICS
-        return metrics.exists() and metrics.stat().st_size > 0
 
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
@@ -131,27 +117,28 @@ class Point:
             ConfigError: the directory holds a run with more steps than this point asks for.
         """
         summary = self.summary()
-        if summary is None or (summary["status"] in ANSWERS and retry):
+        if summary is None or summary["status"] not in ("finished", *ANSWERS):
             return False
-        if summary["status"] == "finished" and self.total_steps and summary["steps"] > self.total_steps:
+        if summary["status"] in ANSWERS:
+            return not retry
+        if self.total_steps and summary["steps"] > self.total_steps:
             raise ConfigError(
                 f"{self.directory} holds a run of {summary['steps']} steps, and {self.label} stops at "
                 f"{self.total_steps}",
                 f"use {ending_at(summary['steps'], self.config)}, or choose another group",
             )
-        finished = summary["status"] == "finished" and summary["steps"] == (self.total_steps or summary["steps"])
-        return finished or summary["status"] in ANSWERS
+        return summary["steps"] == (self.total_steps or summary["steps"])
 
 
+# -------------------------------------------------------------------------------------------------------- foresee
 def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
     """Name every point, estimate its memory and time, and check whether it can run.
 
-    Memory is that of one rank.
-
-    A point with the configuration of an earlier point is dropped. Call this in a separate process, since it may
+    A point with the configuration of an earlier one is dropped. Call this in a separate process, since it may
     initialise the GPU.
 
     Args:
+        points: overrides of train.py.
         ranks: processes that share each run.
 
     Raises:
@@ -164,13 +151,19 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
         for overrides in points:
             config = load_config(overrides)
             check_parallel(config, ranks)
-            directory = Path(config.results_dir) / config.group / run_name(config, ranks)
-            label = " ".join(override for override in overrides if override not in common) or directory.name
-            if directory not in found:
-                found[directory] = _foresee(tuple(last_of_each(overrides)), config, directory, label, ranks)
-            elif keys := _keys_apart(found[directory].config, config, ranks):
-                raise _shared_directory(found[directory], config, label, keys)
+            label = " ".join(override for override in overrides if override not in common)
+            point = point_of(overrides, config, ranks, label)
+            if point.directory not in found:
+                found[point.directory] = _foresee(point)
+            elif keys := _keys_apart(found[point.directory].config, config):
+                raise _shared_directory(found[point.directory], point, keys)
     return list(found.values())
+
+
+def point_of(overrides: Sequence[str], config: Config, ranks: int = 1, label: str = "", **facts: Any) -> Point:
+    """The point of these overrides, which make `config`. No GPU is initialised."""
+    directory = Path(config.results_dir) / config.group / run_name(config, ranks)
+    return Point(tuple(last_of_each(overrides)), config, directory, label or directory.name, ranks, **facts)
 
 
 def check_parallel(config: Config, ranks: int) -> None:
@@ -186,86 +179,78 @@ def check_parallel(config: Config, ranks: int) -> None:
         )
 
 
-def _keys_apart(first: Config, second: Config, ranks: int) -> list[str]:
+def _keys_apart(first: Config, second: Config) -> list[str]:
     """The keys in which two points differ, but for the spelling of paths."""
     here, there = ({**dict(leaves(dataclasses.asdict(one))), **paths(one)} for one in (first, second))
     return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
 
 
-def _shared_directory(first: Point, config: Config, label: str, keys: list[str]) -> ConfigError:
-    told = f"names do not tell these values of {', '.join(keys)} apart"
-    remedy = f"{told}: leave it out of the sweep, or give each value its own group"
-    if config.run_name:
+def _shared_directory(first: Point, second: Point, keys: list[str]) -> ConfigError:
+    if second.config.run_name:
         remedy = "leave run_name out, so that each point is named after what it varies"
-    elif "trainer.max_steps" in keys or "trainer.max_tokens" in keys:
+    elif not {"trainer.max_steps", "trainer.max_tokens"} & {*keys}:
+        told = f"names do not tell these values of {', '.join(keys)} apart"
+        remedy = f"{told}: leave it out of the sweep, or give each value its own group"
+    elif second.config.schedule.name == CONSTANT:
+        remedy = "a constant schedule has no end, so they are one run: keep the longest, or use schedule=cosine"
+    else:
         remedy = f"leave {HORIZON}=null, so that the schedule of each ends with its steps and its name says where"
-        if config.schedule.name == CONSTANT:
-            remedy = "a constant schedule has no end, so they are one run: keep the longest, or use schedule=cosine"
-    return ConfigError(f"the points {first.label} and {label} would share {first.directory}", remedy)
+    return ConfigError(f"the points {first.label} and {second.label} would share {first.directory}", remedy)
 
 
-def _foresee(overrides: tuple[str, ...], config: Config, directory: Path, label: str, ranks: int = 1) -> Point:
+def _foresee(point: Point) -> Point:
     from linrnn.data import vocabulary_size
-    from linrnn.experiments.dry_run import seconds_of_run
-    from linrnn.experiments.inputs import inputs_of_hub, missing_inputs
+    from linrnn.experiments.dry_run import inputs_elsewhere, seconds_of_run
     from linrnn.training.checkpoint import found
-    from linrnn.training.plan import Plan, check_step_fits
-    from linrnn.training.runtime import resolve_device, resolve_precision
+    from linrnn.training.plan import Plan, check_step_fits, make_training_plan
+    from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
-    refusal, here = _refusal(config)
-    try:
-        device = resolve_device(config.device)
-        plan = Plan(config, device, resolve_precision(config.trainer.precision, device), ranks)
-        arch = plan.architecture(vocabulary_size(config.data))
-        estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
-    except (UnsupportedError, ConfigError):
-        if refusal is None:
-            raise
-        return Point(overrides, config, directory, label, refusal=refusal, ranks=ranks, refused_here=here)
-    memory = None if estimate is None else estimate.peak
-    if refusal is None:
-        try:
-            check_step_fits(plan, arch)
-        except UnsupportedError as error:
-            refusal, here = _in_words(error), True
-        except OutOfMemoryError:  # the run itself will give this result
-            pass
-    resumes = config.trainer.resume != "never" and bool(found(directory / CHECKPOINTS))
-    missing = next(iter(missing_inputs(config, resumes=resumes)), None)
-    hub = tuple(inputs_of_hub(config))
-    return Point(overrides, config, directory, label, steps, memory, seconds, refusal, ranks, missing, hub, here)
+    config = point.config
 
-
-def _refusal(config: Config) -> tuple[str | None, bool]:
-    """Why the run cannot start on this machine (None: it can), and whether another machine may run it."""
-    from linrnn.training.plan import make_training_plan
-    from linrnn.training.runtime import check_memory_budget
+    def refused(error: LinrnnError, here: bool) -> Point:
+        return dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}", refused_here=here)
 
     try:
         device = make_training_plan(config).device
     except (UnsupportedError, ConfigError) as error:
-        return _in_words(error), isinstance(error, UnsupportedError)
+        point = refused(error, isinstance(error, UnsupportedError))
+    else:
+        try:
+            check_memory_budget(config.memory_budget_gib, device)
+        except ConfigError as error:
+            point = refused(error, True)
     try:
-        check_memory_budget(config.memory_budget_gib, device)
-    except ConfigError as error:
-        return _in_words(error), True
-    return None, False
+        device = resolve_device(config.device)
+        plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
+        arch = plan.architecture(vocabulary_size(config.data))
+        estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
+    except (UnsupportedError, ConfigError):
+        if point.refusal is None:
+            raise
+        return point
+    if point.refusal is None:
+        try:
+            check_step_fits(plan, arch)
+        except UnsupportedError as error:
+            point = refused(error, True)
+        except OutOfMemoryError:  # the run itself will give this result
+            pass
+    resumes = config.trainer.resume != "never" and bool(found(point.directory / CHECKPOINTS))
+    missing = next(iter(inputs_elsewhere(config, resumes=resumes)[0]), None)
+    memory = None if estimate is None else estimate.peak
+    return dataclasses.replace(point, total_steps=steps, memory_bytes=memory, seconds=seconds, missing=missing)
 
 
-def _in_words(error: LinrnnError) -> str:
-    return f"{error.cause}; {error.remedy}"
-
-
+# ------------------------------------------------------------------------------------------------------------ run
 class Process:
     """A point running in a fresh process for each of its ranks. They end when the process that started them ends.
 
-    The ranks are started here, as torchrun would start them. torchrun itself kills ranks 30 s after a signal. If it is
-    killed, it leaves them behind.
+    torchrun would kill ranks 30 s after a signal, in the middle of a checkpoint, and leave them behind if it is killed.
 
     Args:
         environment: variables in addition to this process's own.
-        command: the command of each rank; None: `python train.py` with the point's overrides.
         claim: the claim on the point, if the caller has it already.
+        command: the command of each rank; None: `python train.py` with the point's overrides.
 
     Raises:
         PointTakenError: another sweep is running the point. Its log is not touched.
@@ -275,16 +260,15 @@ class Process:
         self,
         point: Point,
         environment: dict[str, str],
-        command: Sequence[str] | None = None,
         claim: BinaryIO | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
         self.point = point
         self._claim = claim or point.claim()
         self._summary_before = point.written_at()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
-        with point.log.open("ab") as log:
-            log.truncate(0)
+        with point.log.open("wb") as log:  # an open file of their own: processes that they leave hold no claim
             self._ranks = [
                 subprocess.Popen(
                     list(command or [sys.executable, str(TRAIN), *point.overrides]),
@@ -305,9 +289,10 @@ class Process:
                 rank.send_signal(signal_number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, and let other sweeps run the point. Harmless where it has ended."""
         self.send(signal.SIGKILL)
         self.wait()
+        self._claim.close()
 
     def ended(self) -> bool:
         """Whether every rank has ended.
@@ -315,18 +300,13 @@ class Process:
         If a rank fails, the others notice and end. Ranks that have not joined it yet do not notice, and are ended here.
         """
         codes = [rank.poll() for rank in self._ranks]
-        if None not in codes:
-            return True
-        if any(codes):
+        if None in codes and any(codes):
             self._failed_at = self._failed_at or time.monotonic()
             waited = time.monotonic() - self._failed_at
-            if waited > LEFT_BEHIND_SECONDS and self._codes is None:
-                self._codes = [code or 0 for code in codes]
-            if waited > 2 * LEFT_BEHIND_SECONDS:
-                self.send(signal.SIGKILL)
-            elif waited > LEFT_BEHIND_SECONDS:
-                self.send(signal.SIGTERM)
-        return False
+            if waited > LEFT_BEHIND_SECONDS:
+                self._codes = self._codes or [code or 0 for code in codes]
+                self.send(signal.SIGKILL if waited > 2 * LEFT_BEHIND_SECONDS else signal.SIGTERM)
+        return None not in codes
 
     def wait(self) -> None:
         """Wait until every rank has ended."""
@@ -340,38 +320,24 @@ class Process:
     def conclude(self) -> dict[str, Any]:
         """The summary after the process has ended: the run's own, or one that says how it died. Releases the claim."""
         try:
-            return self._conclude()
+            rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
+            own = self.point.summary()
+            if own and (code == 0 or self.point.written_at() != self._summary_before):  # 0: nothing was left to do
+                return own
+            reason = self._reason(code)
+            if self.point.ranks > 1 and not reason.startswith("rank "):
+                reason = f"rank {rank}: {reason}"
+            return write_summary(self.point, status_of(code), reason)
         finally:
-            self.release()
-
-    def release(self) -> None:
-        """Let other sweeps run the point. Releasing twice is harmless."""
-        self._claim.close()
-
-    def _conclude(self) -> dict[str, Any]:
-        if self.point.written_at() not in (None, self._summary_before):
-            summary = self.point.summary()
-            assert summary is not None
-            return summary
-        rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
-        if code == 0 and (summary := self.point.summary()):
-            return summary  # the run had nothing left to do
-        reason = self._reason(code)
-        if self.point.ranks > 1 and not reason.startswith("rank "):
-            reason = f"rank {rank}: {reason}"
-        return write_summary(self.point, status_of(code), reason)
+            self._claim.close()
 
     def _reason(self, code: int) -> str:
         if code < 0:
-            name = signal.Signals(-code).name
             host_memory = "; perhaps the machine ran out of host memory" if -code == signal.SIGKILL else ""
-            return f"killed by {name}{host_memory}"
-        errors = [
-            line
-            for line in self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
-            if "error: " in line
-        ]
-        return (errors[-1].split("error: ", 1)[1] if errors else self.last_line()) or f"exit code {code}"
+            return f"killed by {signal.Signals(-code).name}{host_memory}"
+        lines = self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
+        errors = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
+        return (errors or [self.last_line()])[-1] or f"exit code {code}"
 
 
 def decisive(codes: Sequence[int]) -> tuple[int, int]:
@@ -379,9 +345,7 @@ def decisive(codes: Sequence[int]) -> tuple[int, int]:
 
     A rank out of memory comes first, then one that a signal killed, then one that failed in another way.
     """
-    order = {rank: (code != OUT_OF_MEMORY, code >= 0, code == 0) for rank, code in enumerate(codes)}
-    rank = min(order, key=lambda rank: order[rank])
-    return rank, codes[rank]
+    return min(enumerate(codes), key=lambda one: (one[1] != OutOfMemoryError.exit_code, one[1] >= 0, one[1] == 0))
 
 
 def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
@@ -392,7 +356,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     """
     launcher = ["python"] if point.ranks == 1 else ["torchrun", f"--nproc-per-node={point.ranks}"]
     command = shlex.join([*launcher, "train.py", *without_machine_paths(point.overrides)])
-    summary = summary_without_figures(point.config, point.name, status, reason, command, point.ranks)
+    summary = summary_without_figures(point.config, point.directory.name, status, reason, command, point.ranks)
     directory = point.run_directory()
     try:
         directory.open()
@@ -414,11 +378,10 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
 def _trained(metrics: Path) -> dict[str, int]:
     """Steps and tokens of a run's last record; empty if there is none, or the file is damaged."""
     try:
-        records = read_jsonl(metrics)
+        records = [record for record in read_jsonl(metrics) if record.get("train/tokens") is not None]
     except DataError:
         return {}
-    counts = [(record["step"], record["train/tokens"]) for record in records if record.get("train/tokens") is not None]
-    return dict(zip(("steps", "tokens"), counts[-1], strict=True)) if counts else {}
+    return {"steps": records[-1]["step"], "tokens": records[-1]["train/tokens"]} if records else {}
 
 
 def _end_with_parent() -> None:
