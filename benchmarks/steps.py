@@ -52,7 +52,7 @@ from linrnn.core.tables import show
 from linrnn.data import Batch, BatchLoader, PreparedData, prepare
 from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import build_model, tuning
-from linrnn.profiling import LossTimer
+from linrnn.profiling import Stopwatch
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import command_line, gpu_state
 from linrnn.training.execution.compilation import compile_kernels_of, rehearse, rehearses
@@ -442,14 +442,15 @@ class Bench:
         """The output layer's passes in `steps` steps, by the observer of every run (speed/loss_forward_ms)."""
         step = self.steps[row.batch]
         self._steps(partial(step, loss), SETTLE)
-        timer = LossTimer(self.device, skip=0)
+        clock = Stopwatch(self.device)
         for _ in range(self.config.steps):
-            step(loss, timer)
-            timer.step_ended()
+            step(loss, clock)
+            clock.lap()
             collect_after(1)
         synchronize(self.device)
         row.loss_forward_ms, row.loss_backward_ms = (
-            1e3 * statistics.median(seconds[name] for seconds in timer.seconds) for name in ("forward", "backward")
+            1e3 * statistics.median(seconds[name] for seconds in clock.seconds)
+            for name in ("loss/forward", "loss/backward")
         )
 
 

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,9 @@ from torch import nn
 
 from linrnn.core.errors import StorageError, UnsupportedError
 from linrnn.profiling import (
-    LossTimer,
     MemoryByComponent,
     SpeedMeter,
-    StepTimer,
-    WallClock,
+    Stopwatch,
     matmul_rate,
     memory_snapshot,
     observe,
@@ -124,18 +123,23 @@ def test_the_weights_gradient_is_passed_on_without_a_copy():
     assert weight.grad.data_ptr() == seen[-1]
 
 
-def test_the_loss_layers_times_add_up_over_micro_steps_and_leave_out_the_first_steps(monkeypatch):
-    clock = iter(range(1000))  # a second passes between two moments
+@pytest.fixture
+def ticking(monkeypatch):
+    """A second passes between two moments."""
+    clock = iter(range(1000))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+
+
+def test_the_loss_layers_times_add_up_over_micro_steps_and_leave_out_the_first_steps(ticking):
     hidden, weight, labels = inputs()
-    timer = LossTimer(CPU, skip=1)
-    assert timer.seconds == []
+    clock = Stopwatch(CPU, skip=1)
+    assert clock.seconds == []
     for micro_steps in (5, 2, 2, 3):
         for _ in range(micro_steps):
-            output = watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels, timer)
+            output = watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels, clock)
             output.sum_nats.backward()
-        timer.step_ended()
-    assert timer.seconds == [{"forward": n, "backward": n} for n in (2, 2, 3)]
+        clock.lap()
+    assert clock.seconds == [{"loss/forward": n, "loss/backward": n} for n in (2, 2, 3)]
 
 
 def test_a_frozen_weight_stays_without_gradient_and_no_grad_needs_none():
@@ -154,70 +158,58 @@ def test_a_frozen_weight_stays_without_gradient_and_no_grad_needs_none():
     assert hidden.grad is not None
 
 
-def test_the_timer_leaves_out_the_first_steps_and_what_lies_between_steps():
-    timer = StepTimer(CPU, skip=2)
-    assert timer.seconds == []
-    for duration in (0.05, 0.05, 0.01, 0.002, 0.002):
-        timer.start()
-        time.sleep(duration)
-        timer.stop()
-        time.sleep(0.02)  # validation, a checkpoint
-    assert len(timer.seconds) == 3
-    assert timer.seconds[0] >= 0.01
-    assert 0.002 <= statistics.median(timer.seconds) < 0.02
+@pytest.fixture
+def hand(monkeypatch):
+    """A clock whose `now` is set by hand."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
 
 
-def test_a_lap_goes_from_step_to_step_without_what_was_paused(monkeypatch):
-    clock = iter([10.0, 11.0, 13.0, 14.0, 24.0, 26.0, 27.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    laps = WallClock(CPU, skip=1)
-    laps.start()  # 10
-    laps.lap()  # 11: left out
-    laps.lap()  # 13
-    with laps.paused():  # 14 to 24
-        pass
-    laps.lap()  # 26
-    laps.lap()  # 27
-    assert laps.seconds == [2.0, 3.0, 1.0]
-
-
-def test_a_pause_inside_a_pause_or_before_the_start_changes_nothing(monkeypatch):
+def test_a_lap_goes_from_step_to_step_without_what_was_paused(hand):
     """A checkpoint may be due during a validation, and a run may begin with a validation."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    laps = WallClock(CPU, skip=0)
-    with laps.paused():
-        now = 5.0
-    laps.start()
-    now = 6.0
-    with laps.paused():
-        now = 16.0
-        with laps.paused():
-            now = 26.0
-        now = 36.0
-    now = 38.0
-    laps.lap()
-    assert laps.seconds == [1.0 + 2.0]
+    watch = Stopwatch(CPU, skip=1)
+    with watch.paused():
+        hand.now = 10.0
+    watch.start()
+    for now in (11.0, 13.0):  # the first lap is left out
+        hand.now = now
+        watch.lap()
+    hand.now = 14.0
+    with watch.paused():
+        hand.now = 20.0
+        with watch.paused():
+            hand.now = 23.0
+        hand.now = 24.0
+    for now in (26.0, 27.0):
+        hand.now = now
+        watch.lap()
+    assert watch.seconds == [{"lap": 2.0}, {"lap": 3.0}, {"lap": 1.0}]
 
 
-def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_it(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    meter = SpeedMeter(CPU, skip=0, tokens_per_step=6)
+def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_it(hand):
+    meter = SpeedMeter(CPU, skip=1, tokens_per_step=6)
     meter.clock.start()
-    for end in (2.0, 4.0):
+    for begin, end in ((0.0, 1.0), (1.5, 3.0), (3.5, 5.0)):
+        hand.now = begin
         meter.step_begins()
-        now = end
+        hand.now = end
         meter.step_ended()
-    now = 9.0
-    for step in (1, 2):
+    hand.now = 9.0
+    meter.arrived(1)
+    assert meter.record() == {}, "warm-up"
+    for step in (2, 3):
         meter.arrived(step)
-        assert meter.record()["speed/tokens_per_second"] == 3.0, "two seconds a step"
+        assert meter.record() == {
+            "speed/tokens_per_second": 3.0,
+            "speed/wall_step_ms": 2000,
+            "speed/step_ms": 1500,
+            "speed/measured_steps": 1,
+        }
+    assert meter.recent_step_seconds() == 2.0
 
 
-def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))  # every product takes one second
+def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(ticking):
     assert matmul_rate(torch.float32, size=8, bursts=2, seconds=3) == 2 * 8**3
 
 
@@ -342,26 +334,7 @@ def test_a_memory_snapshot_on_cpu_is_refused_with_the_remedy(tmp_path):
 @pytest.mark.gpu
 def test_cuda_events_time_the_device_without_waiting_for_it():
     device = torch.device("cuda")
-    timer = StepTimer(device, skip=1)
-    square = torch.randn(8192, 8192, device=device)
-    began = time.perf_counter()
-    for _ in range(4):
-        timer.start()
-        for _ in range(20):
-            square @ square
-        timer.stop()
-    _ = timer.seconds  # must not wait
-    queued = time.perf_counter() - began
-    torch.cuda.synchronize()
-    assert len(timer.seconds) == 3
-    median = statistics.median(timer.seconds)
-    assert queued < 3 * median  # the host was ahead of the device
-
-
-@pytest.mark.gpu
-def test_cuda_times_of_the_loss_layer_add_up_to_less_than_the_step():
-    device = torch.device("cuda")
-    timer, steps = LossTimer(device, skip=1), StepTimer(device, skip=1)
+    clock = Stopwatch(device, skip=1)
     weight = nn.Parameter(torch.randn(32000, 512, device=device))
     hidden = torch.randn(4096, 512, device=device, requires_grad=True)
     labels = torch.zeros(4096, dtype=torch.long, device=device)
@@ -369,16 +342,23 @@ def test_cuda_times_of_the_loss_layer_add_up_to_less_than_the_step():
     def loss(h, w, labels):
         return Output(nn.functional.cross_entropy(h @ w.T, labels, reduction="sum"))
 
+    began = time.perf_counter()
+    clock.start()
     for _ in range(5):
-        steps.start()
-        watched_loss(loss, hidden * 2, weight, labels, timer).sum_nats.backward()
-        steps.stop()
-        timer.step_ended()
+        clock.begin("step")
+        watched_loss(loss, hidden * 2, weight, labels, clock).sum_nats.backward()
+        clock.end("step")
+        clock.lap()
+    _ = clock.seconds  # must not wait
+    queued = time.perf_counter() - began
     torch.cuda.synchronize()
-    seconds = {name: statistics.median(s[name] for s in timer.seconds) for name in ("forward", "backward")}
-    step = statistics.median(steps.seconds)
-    assert 0.5 * step < seconds["forward"] + seconds["backward"] < step
-    assert seconds["backward"] > seconds["forward"] / 2
+    assert len(clock.seconds) == 4
+    step, forward, backward = (
+        statistics.median(lap[name] for lap in clock.seconds) for name in ("step", "loss/forward", "loss/backward")
+    )
+    assert queued < 4 * step  # the host was ahead of the device
+    assert 0.5 * step < forward + backward < step
+    assert backward > forward / 2
 
 
 @pytest.mark.gpu

@@ -2,17 +2,15 @@
 
 from linrnn.profiling.memory import MemoryByComponent
 from linrnn.profiling.observe import BackwardMark, LossObserver, watched_loss
-from linrnn.profiling.timers import LossTimer, SpeedMeter, StepTimer, WallClock, matmul_rate
+from linrnn.profiling.timers import SpeedMeter, Stopwatch, matmul_rate
 from linrnn.profiling.traces import memory_snapshot, trace
 
 __all__ = [
     "BackwardMark",
     "LossObserver",
-    "LossTimer",
     "MemoryByComponent",
     "SpeedMeter",
-    "StepTimer",
-    "WallClock",
+    "Stopwatch",
     "matmul_rate",
     "memory_snapshot",
     "trace",

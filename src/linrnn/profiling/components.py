@@ -13,10 +13,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from linrnn.models import LanguageModel
 from linrnn.models.language_model import KEPT_PRODUCTS
-from linrnn.profiling import BackwardMark
+from linrnn.profiling.observe import LOSS_BACKWARD, BackwardMark
 from linrnn.profiling.timers import moment, seconds_between
 
 PROJECTIONS = "mixer/projections"
+_AGAIN = f"{PROJECTIONS}/recomputed"
 
 
 def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
@@ -155,15 +156,15 @@ class PartClock:
                     after = module.register_forward_hook(self._leave(part))
                     hooks.callback(before.remove)
                     hooks.callback(after.remove)
-            before_update = self._optimizer.register_step_pre_hook(lambda *_: self._begin("optimizer"))
-            after_update = self._optimizer.register_step_post_hook(lambda *_: self._end("optimizer"))
+            before_update = self._optimizer.register_step_pre_hook(lambda *_: self.begin("optimizer"))
+            after_update = self._optimizer.register_step_post_hook(lambda *_: self.end("optimizer"))
             hooks.callback(before_update.remove)
             hooks.callback(after_update.remove)
             hooks.enter_context(set_checkpoint_early_stop(False))
             begun = time.perf_counter()
-            self._begin("step")
+            self.begin("step")
             yield
-            self._end("step")
+            self.end("step")
             self._host_seconds = time.perf_counter() - begun
 
     def seconds(self) -> dict[str, float]:
@@ -179,26 +180,11 @@ class PartClock:
             total[name] += length - sum(lengths[index] for index in inside)
         return {**total, "host": self._host_seconds}
 
-    # Called by watched_loss.
-    def loss_forward_begins(self) -> None:
-        self._backward = False
-        self._begin("loss/forward")
-
-    def loss_forward_ended(self) -> None:
-        self._end("loss/forward")
-
-    def loss_backward_begins(self) -> None:
-        self._backward = True
-        self._begin("loss/backward")
-
-    def loss_backward_ended(self) -> None:
-        self._end("loss/backward")
-
     def _enter(self, part: str) -> Callable[..., Any]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not torch.is_grad_enabled():
                 return None
-            self._begin(f"{part}/{'recomputed' if self._backward else 'forward'}")
+            self.begin(f"{part}/{'recomputed' if self._backward else 'forward'}")
             marked = False
 
             def mark(value: Any) -> Any:
@@ -206,7 +192,7 @@ class PartClock:
                 if marked or not (torch.is_tensor(value) and value.requires_grad):
                     return value
                 marked = True
-                return BackwardMark.apply(value, lambda: self._end(f"{part}/backward"))
+                return BackwardMark.apply(value, lambda: self.end(f"{part}/backward"))
 
             return tuple(mark(value) for value in args), {name: mark(value) for name, value in kwargs.items()}
 
@@ -216,26 +202,25 @@ class PartClock:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if not torch.is_grad_enabled():
                 return None
-            self._end(f"{part}/{'recomputed' if self._backward else 'forward'}")
+            self.end(f"{part}/{'recomputed' if self._backward else 'forward'}")
             first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-            marked = BackwardMark.apply(first, lambda: self._begin(f"{part}/backward"))
+            marked = BackwardMark.apply(first, lambda: self.begin(f"{part}/backward"))
             return marked if rest is None else (marked, *rest)
 
         return leave
 
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str) -> None:
+        """A part's pass begins. Also called by :func:`watched_loss`."""
+        if name.startswith("loss/"):
+            self._backward = name == LOSS_BACKWARD
         self._open[name] = moment(self._cuda), len(self._intervals)
 
-    def _end(self, name: str) -> None:
-        # No gradient reaches the embedding's input, so its backward pass has no end and is not counted.
+    def end(self, name: str) -> None:
+        """A part's pass ends. The embedding's backward pass does not: no gradient reaches its input. It is not counted."""
         if name not in self._open:
             return
         begun, first = self._open.pop(name)
         # Projections computed again lie inside of a mixer that is computed again: subtracted with it.
-        again = [
-            index
-            for index in range(first, len(self._intervals))
-            if self._intervals[index][0].endswith("/recomputed")
-            and self._intervals[index][0] != f"{PROJECTIONS}/recomputed"
-        ]
+        names = [interval[0] for interval in self._intervals]
+        again = [i for i in range(first, len(names)) if names[i].endswith("/recomputed") and names[i] != _AGAIN]
         self._intervals.append((name, begun, moment(self._cuda), again if name.endswith("/backward") else []))

@@ -1,5 +1,6 @@
 """What torch.compile makes of a model: its graphs, and where it breaks them."""
 
+from collections import Counter
 from typing import Any
 
 
@@ -22,25 +23,21 @@ class GraphCounter:
     def report(self) -> dict[str, Any]:
         """`graphs` made, `graph_breaks`, the number of breaks by `reasons`, most frequent first, and how many functions
         reached the limit of recompilations (`over_limit`)."""
-        graphs, breaks, over = self._now()
-        graphs_before, breaks_before, over_before = self._before
-        new = {reason: count - breaks_before.get(reason, 0) for reason, count in breaks.items()}
-        reasons: dict[str, int] = {}
-        for reason, count in sorted(new.items(), key=lambda entry: -entry[1]):
-            if count:
-                first = reason.strip().splitlines()[0]
-                reasons[first] = reasons.get(first, 0) + count
+        (graphs, breaks, over), before = self._now(), self._before
+        reasons: Counter[str] = Counter()
+        for reason, count in (breaks - before[1]).items():
+            reasons[reason.strip().splitlines()[0]] += count
         return {
-            "graphs": graphs - graphs_before,
-            "graph_breaks": sum(reasons.values()),
-            "reasons": reasons,
-            "over_limit": over - over_before,
+            "graphs": graphs - before[0],
+            "graph_breaks": reasons.total(),
+            "reasons": dict(reasons.most_common()),
+            "over_limit": over - before[2],
         }
 
-    def _now(self) -> tuple[int, dict[str, int], int]:
+    def _now(self) -> tuple[int, Counter[str], int]:
         refused = self._counters["unimplemented"].items()
         over = sum(count for reason, count in refused if "recompile limit" in reason.splitlines()[0])
-        return self._counters["stats"]["unique_graphs"], dict(self._counters["graph_break"]), over
+        return self._counters["stats"]["unique_graphs"], Counter(self._counters["graph_break"]), over
 
 
 def in_words(report: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from linrnn.profiling.observe import LOSS_BACKWARD, LOSS_FORWARD
+
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of `tensors` on this rank; None counts as 0. The tensors must not share memory."""
@@ -37,7 +39,7 @@ class MemoryByComponent:
 
     def start(self) -> None:
         """Start measuring: reset the peak, and measure the next step in detail."""
-        self._due = {"gradients", "loss_forward", "loss_backward"}
+        self._due = {"gradients", LOSS_FORWARD, LOSS_BACKWARD}
         if self._cuda:
             self._earlier_peak = 0
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -64,31 +66,21 @@ class MemoryByComponent:
             report["resident_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return report
 
-    def loss_forward_begins(self) -> None:
-        """Called by :func:`watched_loss`."""
-        if self._cuda and "loss_forward" in self._due:
+    def begin(self, name: str) -> None:
+        """A pass of the output layer begins. Called by :func:`watched_loss`."""
+        if self._cuda and name in self._due:
             self._reset_peak()
-            self._before_loss = torch.cuda.memory_allocated(self._device)
-            fixed = self.report()["optimizer"] + self._bytes["parameters"] + self._gradient_bytes()
-            self._bytes["activations"] = self._before_loss - fixed
+            if name == LOSS_FORWARD:
+                self._before_loss = torch.cuda.memory_allocated(self._device)
+                fixed = self.report()["optimizer"] + self._bytes["parameters"] + self._gradient_bytes()
+                self._bytes["activations"] = self._before_loss - fixed
 
-    def loss_forward_ended(self) -> None:
-        """Called by :func:`watched_loss`."""
-        self._take("loss_forward")
-
-    def loss_backward_begins(self) -> None:
-        """Called by :func:`watched_loss`."""
-        if self._cuda and "loss_backward" in self._due:
-            self._reset_peak()
-
-    def loss_backward_ended(self) -> None:
-        """Called by :func:`watched_loss`."""
-        self._take("loss_backward")
-
-    def _take(self, component: str) -> None:
-        if self._cuda and component in self._due:
-            self._due.discard(component)
-            self._bytes[component] = torch.cuda.max_memory_allocated(self._device) - self._before_loss
+    def end(self, name: str) -> None:
+        """A pass of the output layer ends. Called by :func:`watched_loss`."""
+        if self._cuda and name in self._due:
+            self._due.discard(name)
+            most = torch.cuda.max_memory_allocated(self._device)
+            self._bytes[name.replace("/", "_")] = most - self._before_loss
 
     def _count_gradients(self, *_: object) -> None:
         if "gradients" in self._due:

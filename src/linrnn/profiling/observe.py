@@ -1,14 +1,14 @@
 """Observe the output layer's passes: tell observers when a pass begins and ends, and mark the passes in a profile."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-LOSS_FORWARD, LOSS_BACKWARD = "loss forward", "loss backward"
+LOSS_FORWARD, LOSS_BACKWARD = "loss/forward", "loss/backward"
 
 
 @contextlib.contextmanager
@@ -51,12 +51,10 @@ class _BackwardEnds(torch.autograd.Function):
 
 
 class LossObserver(Protocol):
-    """Told when the output layer's passes begin and end. :class:`MemoryByComponent` and :class:`LossTimer` are two."""
+    """Told when the output layer's passes begin and end: LOSS_FORWARD and LOSS_BACKWARD."""
 
-    def loss_forward_begins(self) -> None: ...
-    def loss_forward_ended(self) -> None: ...
-    def loss_backward_begins(self) -> None: ...
-    def loss_backward_ended(self) -> None: ...
+    def begin(self, name: str) -> None: ...
+    def end(self, name: str) -> None: ...
 
 
 def watched_loss(
@@ -78,20 +76,19 @@ def watched_loss(
     backward = contextlib.ExitStack()
 
     def begin_backward() -> None:
-        backward.enter_context(nvtx_range(LOSS_BACKWARD))
-        for observer in observers:
-            observer.loss_backward_begins()
+        backward.enter_context(_watched(LOSS_BACKWARD, observers))
 
-    def end_backward() -> None:
-        for observer in observers:
-            observer.loss_backward_ended()
-        backward.close()
-
-    hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, end_backward)
-    for observer in observers:
-        observer.loss_forward_begins()
-    with nvtx_range(LOSS_FORWARD):
+    hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, backward.close)
+    with _watched(LOSS_FORWARD, observers):
         output = loss(hidden_ND, weight_VD, labels_N)
-    for observer in observers:
-        observer.loss_forward_ended()
     return replace(output, sum_nats=BackwardMark.apply(output.sum_nats, begin_backward))
+
+
+@contextlib.contextmanager
+def _watched(name: str, observers: Sequence[LossObserver]) -> Iterator[None]:
+    with nvtx_range(name.replace("/", " ")):
+        for observer in observers:
+            observer.begin(name)
+        yield
+        for observer in observers:
+            observer.end(name)

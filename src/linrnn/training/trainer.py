@@ -191,7 +191,7 @@ class Trainer(BuiltRun):
         """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics."""
         graphed_from = self.plan.graphed_from
         if graphed_from is None or self.state.steps_here < graphed_from:
-            return self._passes(batch, n_tokens, self.measurements.memory, self.measurements.speed.loss)
+            return self._passes(batch, n_tokens, self.measurements.memory, self.measurements.speed.clock)
         if self._graphed is None:
             self._graphed = self._graph_of(batch, n_tokens)
         return self._graphed(batch)
