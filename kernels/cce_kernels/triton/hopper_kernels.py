@@ -26,6 +26,11 @@ from ..runtime.tiles import grouped
 from .epilogues import exponentials_of, gradient_of, tail_of
 
 HALF = gl.constexpr(64)  # rows of a consumer
+# Triton 3.8 renames the copies of TMA, 3.9 leaves stubs at the older names.
+if hasattr(tma, "async_load"):
+    _copy_in, _copy_out = tma.async_load, tma.async_store
+else:
+    _copy_in, _copy_out = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -71,12 +76,12 @@ def _produce(e_desc, gathered_desc, c_desc, some_ptr, ring, work, GROUP: gl.cons
                 arrived = full.index(stage)
                 mbarrier.expect(arrived, BYTES)
                 upper, lower = e_bufs.index(2 * stage), e_bufs.index(2 * stage + 1)
-                tma.async_copy_global_to_shared(e_desc, [row, d], arrived, upper, pred=not some)
-                tma.async_copy_global_to_shared(e_desc, [row + HALF, d], arrived, lower, pred=not some)
+                _copy_in(e_desc, [row, d], arrived, upper, pred=not some)
+                _copy_in(e_desc, [row + HALF, d], arrived, lower, pred=not some)
                 if gathered_desc is not None:
-                    tma.async_copy_global_to_shared(gathered_desc, [row, d], arrived, upper, pred=some)
-                    tma.async_copy_global_to_shared(gathered_desc, [row + HALF, d], arrived, lower, pred=some)
-                tma.async_copy_global_to_shared(c_desc, [col, d], arrived, c_bufs.index(stage))
+                    _copy_in(gathered_desc, [row, d], arrived, upper, pred=some)
+                    _copy_in(gathered_desc, [row + HALF, d], arrived, lower, pred=some)
+                _copy_in(c_desc, [col, d], arrived, c_bufs.index(stage))
                 stage, phase = _next(stage, phase, STAGES)
 
 
@@ -112,7 +117,7 @@ def _store(desc, row, col, staging, value):
     tma.store_wait(0)  # until the previous store has read the staging buffer
     staging.store(value.to(desc.dtype))
     hw.fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, col], staging)
+    _copy_out(desc, [row, col], staging)
 
 
 @gluon.jit
