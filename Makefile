@@ -7,7 +7,7 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --editable ./kernels --edi
 COMPILE := $(RUN) -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true
 ARGS ?=
 
-.PHONY: help train test test-gpu coverage check pages docs format doctor clean
+.PHONY: help train test test-newest test-oldest test-gpu coverage check pages docs format doctor clean
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -17,6 +17,11 @@ train: $(VENV)/base   ## set up, then `python train.py`: a small GLA with loss=c
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
 	@$(RUN) -m compileall -qq src kernels || true
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-newest: $(VENV)-newest/test ## the kernels' tests with the newest torch and Triton (MINUTES; first about 6 GB are downloaded)
+test-oldest: $(VENV)-oldest/test ## the kernels' tests with the oldest torch and Triton (as long)
+test-newest test-oldest:
+	$(<D)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/kernels $(ARGS)
 
 test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
@@ -44,7 +49,7 @@ doctor: $(VENV)/base  ## what runs on this machine, what does not and why
 	$(RUN) scripts/doctor.py
 
 clean:           ## remove the virtual environment and caches (runs and data stay)
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest site .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "linrnn needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.11 …")'
@@ -58,6 +63,18 @@ $(VENV)/base: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 $(VENV)/test: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python
 	$(INSTALL) '.[test]'
 	@$(COMPILE)
+	@touch $@
+
+# The tests also need what linrnn needs. Its own bounds are narrower, and torch wants another Triton: pip says so.
+$(VENV)-newest/test: TORCH := 'torch<2.15'
+$(VENV)-newest/test: TRITON := 'triton<3.10'
+$(VENV)-oldest/test: TORCH := 'torch==2.11.*' 'numpy<2.4'  # with a newer numpy the interpreter of Triton 3.6 fails
+$(VENV)-oldest/test: TRITON := 'triton==3.6.*'
+$(VENV)-%/test: pyproject.toml kernels/pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile --editable ./kernels --editable '.[test]'
+	$(@D)/bin/python -m pip install --quiet --no-compile --upgrade $(TORCH)
+	$(@D)/bin/python -m pip install --quiet --no-compile --upgrade --no-deps $(TRITON)
 	@touch $@
 
 $(VENV)/check: pyproject.toml kernels/pyproject.toml | $(VENV)/bin/python

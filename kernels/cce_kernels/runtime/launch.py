@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -36,8 +37,7 @@ try:
 except ImportError:  # every launch then goes through Triton's launcher: slower, with the same results
     CudaLauncher = make_tensordesc_arg = None
 
-# Triton versions whose launchers `opened` knows. With another version every launch goes through Triton's launcher.
-TRITONS = ("3.6.0", "3.7.1")
+TRITONS = ("3.6.", "3.7.")  # versions with which `opened` and Hopper's own kernels have run on GPUs
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
 
 
@@ -263,8 +263,20 @@ class _Address(int):
 
 
 def known_version() -> bool:
-    """Whether `opened` knows the launcher of the installed Triton."""
-    return triton.__version__.split("+")[0] in TRITONS
+    """Whether the installed Triton is one of TRITONS. If not, this warns once: the caller takes a slower way."""
+    known = triton.__version__.startswith(TRITONS)
+    if not known:
+        _warn_once(triton.__version__)
+    return known
+
+
+@cache
+def _warn_once(version: str) -> None:
+    warnings.warn(
+        f"cce_kernels: Triton {version} has not run on a GPU with these kernels. Plain Triton kernels and launches "
+        "compute the same loss, somewhat slower; the fast way needs Triton 3.6 or 3.7",
+        stacklevel=3,
+    )
 
 
 @cache

@@ -6,9 +6,9 @@ compute the same.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
+from ..runtime.launch import known_version
 from ..runtime.tiles import GROUP, device_of, hopper_tiles
 from .targets.live_rows import Live
 
@@ -17,9 +17,6 @@ try:
 except (ImportError, AttributeError):
     kernels = None  # type: ignore[assignment]  # a module otherwise
 
-# Triton versions with which these kernels have run on a GPU. A ring that miscounts waits forever. So another version
-# runs the Triton kernels until tests/kernels/devices/test_hopper.py has passed with it.
-TRITONS = ("3.6.", "3.7.")
 # Registers a thread at launch: 65536 over three warpgroups. Then the producer gives registers back, and the consumers
 # take them.
 REGISTERS = 168
@@ -27,12 +24,13 @@ REGISTERS = 168
 
 def fits(e: Tensor) -> bool:
     """Whether these kernels serve operands like e (N, D) on its device."""
-    if kernels is None or not triton.__version__.startswith(TRITONS):
+    if kernels is None or e.itemsize != 2 or device_of(e).capability != 90:
         return False
     # If a row took fewer steps than the ring has buffers, one consumer could get a tile ahead of the other.
     tiles = hopper_tiles(e.shape[1])
     long_enough = e.shape[1] > tiles.inner * (tiles.num_stages - 1)
-    return e.itemsize == 2 and long_enough and device_of(e).capability == 90
+    # A ring that miscounts waits forever. So a version is known after tests/kernels/devices/test_hopper.py has passed.
+    return long_enough and known_version()
 
 
 def exponentials(

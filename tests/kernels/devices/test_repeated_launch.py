@@ -1,6 +1,7 @@
 """A launch that repeats an earlier one gets the numbers of that one; a launch that differs in any number does not."""
 
 import os
+import warnings
 import weakref
 
 import pytest
@@ -127,12 +128,15 @@ def test_the_launches_that_are_kept_keep_no_tensor_and_are_bounded(quick, monkey
     assert [got[6] for got in launcher.values()[1:]] == list(range(50))
 
 
-def test_other_launchers_and_versions_launch_through_triton(quick, monkeypatch):
+def test_other_versions_launch_through_triton_and_say_so_once(quick, monkeypatch):
     kernel, launcher, encoded = quick
     monkeypatch.setattr(triton, "__version__", "3.8.0")
-    for _ in range(3):
-        call(kernel)
+    launch._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        for _ in range(3):
+            call(kernel)
     monkeypatch.undo()
+    assert ["Triton 3.8.0 has not run on a GPU" in str(warning.message) for warning in told] == [True]
     assert launcher.by_triton == 2
     assert not launcher.got
     assert not encoded
