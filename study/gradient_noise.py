@@ -104,7 +104,7 @@ def draw(rows: list[dict[str, Any]]) -> Any:
     axes.set_xlabel("optimizer step of 16,384 tokens")
     axes.set_ylabel("variance of sampling, % of the batch's own")
     most = max(100 * row["sample_over_batch"] for row in rows)
-    figure.suptitle(f"Sampling adds at most {most:.1f} % to the noise that a batch has anyway")
+    figure.suptitle(f"Sampling adds at most {most:.2f} % to the noise that a batch has anyway")
     return figure
 
 

@@ -117,9 +117,9 @@ def step_by_loss(results: Path) -> Any:
     assert ours.step_ms is not None
     ran = [row for row in rows if row.step_ms]
     compared = [ran[0], *(row for row in ran[1:] if row.loss == "compiled")]
-    longer = [f"{100 * ((row.step_ms or 0) / ours.step_ms - 1):.2g} % longer with {told(row.loss)}" for row in compared]
+    more = [f"{told(row.loss)} {100 * ((row.step_ms or 0) / ours.step_ms - 1):+.2g} %" for row in compared]
     gpus = {gpu["name"] for run in read_runs(directory).values() for gpu in run["environment"]["gpus"]}
-    figure.suptitle(f"A step of GLA 1.3B takes {', '.join(longer)} than with cce_kahan")
+    figure.suptitle(f"Time of a GLA 1.3B step over cce_kahan's: {', '.join(more)}")
     batch = f"{rows[0].batch} x {rows[0].seq:,} tokens, vocabulary {rows[0].v:,}"
     note = f"{', '.join(sorted(gpus))}, {batch}, bf16, no checkpointing, {ours.rounds} interleaved repetitions."
     legend_below(figure, {}, note)

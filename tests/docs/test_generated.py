@@ -37,13 +37,13 @@ def test_a_changed_claim_changes_its_page(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_changed_row_changes_its_claim(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = measures.RESULTS / "gradient_noise" / "nvidia_h200.jsonl"
-    before = pages.claim("sampling_noise")
+    before = pages.claim("sampling_noise_range")
     (tmp_path / "gradient_noise").mkdir()
     text = rows.read_text().replace('"sample_over_batch": 0.0054', '"sample_over_batch": 0.0954', 1)
     assert text != rows.read_text()
     (tmp_path / "gradient_noise" / rows.name).write_text(text)
     monkeypatch.setattr(measures, "RESULTS", tmp_path)
-    assert pages.claim("sampling_noise") != before
+    assert pages.claim("sampling_noise_range") != before
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(pages.ROOT).as_posix())

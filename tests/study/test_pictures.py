@@ -49,7 +49,7 @@ def test_a_step_is_drawn_with_whatever_losses_the_rows_hold(monkeypatch: pytest.
     ]
     assert [bar.get_width() for bar in times.patches] == [410.0, 400.0]
     assert [bar.get_width() for bar in memory.patches] == [70.0, 57.0]
-    assert "2.5 % longer with FLA's default loss than with cce_kahan" in figure.get_suptitle()
+    assert "FLA's default loss +2.5 %" in figure.get_suptitle()
 
 
 def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:
