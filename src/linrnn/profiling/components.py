@@ -216,7 +216,7 @@ class PartClock:
         self._open[name] = moment(self._cuda), len(self._intervals)
 
     def end(self, name: str) -> None:
-        """A part's pass ends. The embedding's backward pass does not: no gradient reaches its input. It is not counted."""
+        """A part's pass ends. The embedding's backward pass is not counted: no gradient reaches its input."""
         if name not in self._open:
             return
         begun, first = self._open.pop(name)

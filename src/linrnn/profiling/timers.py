@@ -77,7 +77,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> list[dict[str, float]]:
-        """Seconds by name of each measured lap that the device has finished, in order. What did not occur is missing."""
+        """Seconds by name of each measured lap that the device has finished, in order."""
         while self._pending and all(not self._cuda or ended.query() for _, _, ended in self._pending[0][-1:]):
             total: dict[str, float] = {}
             for name, begun, ended in self._pending.popleft():
@@ -138,8 +138,8 @@ class SpeedMeter:
             "speed/wall_step_ms": 1e3 * wall,
             "speed/step_ms": 1e3 * _mean(laps, STEP),
         }
-        for name in laps[0].keys() - {LAP, STEP}:  # loss/forward, loss/backward
-            metrics[f"speed/{name.replace('/', '_')}_ms"] = 1e3 * _mean(laps, name)
+        of_loss = [name for name in laps[0] if name.startswith("loss/")]
+        metrics |= {f"speed/{name.replace('/', '_')}_ms": 1e3 * _mean(laps, name) for name in of_loss}
         return {**metrics, "speed/measured_steps": len(laps)}
 
 
