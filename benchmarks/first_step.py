@@ -29,7 +29,7 @@ from linrnn.models.facts import model_in_words
 from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.environment import command_line
 from linrnn.runs.intervals import estimate
-from linrnn.runs.provenance import read_processes
+from linrnn.runs.origins import read_processes
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 FIRST_STEP = "step 1 took "  # how the line begins that train.py prints after its first step

@@ -40,7 +40,6 @@ from linrnn.core.tables import show
 from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runs.environment import command_line, gpu_state
-from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device, synchronize
 
@@ -484,7 +483,7 @@ def record_total(
     for name, unit_ms in units.items():
         if len(unit_ms):
             ratios = total_ms / unit_ms
-            found = float(np.median(ratios)), *interval_of_median(ratios, SEED)
+            found = float(np.median(ratios)), *common.interval_of_median(ratios, SEED)
             for end, value in zip(("", "_low", "_high"), found, strict=True):
                 setattr(row, f"ratio_to_{name}{end}", value)
 

@@ -39,7 +39,6 @@ from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, filters
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models import tuning
 from linrnn.runs.environment import command_line
-from linrnn.runs.intervals import interval_of_median
 from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
 
@@ -263,7 +262,7 @@ class Bench:
             row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
             if own is not None:
                 row.ratio = float(np.median(ms / own))
-                row.ratio_low, row.ratio_high = interval_of_median(ms / own, SEED)
+                row.ratio_low, row.ratio_high = common.interval_of_median(ms / own, SEED)
         return list(rows.values())
 
     def step(self) -> None:

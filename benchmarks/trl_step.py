@@ -28,7 +28,6 @@ from linrnn.config.schema import option
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
 from linrnn.runs.environment import command_line
-from linrnn.runs.intervals import interval_of_median
 from linrnn.training.runtime import resolve_device
 
 TRL, OURS = "trl", "cce_kahan"
@@ -141,7 +140,7 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
         rows.append(Row(
             " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]), batch, seq, vocab, config.dtype,
             config.checkpointing, config.loss_type, head, run, len(head_ms), float(np.median(head_ms)),
-            float(np.median(ratios)), *interval_of_median(ratios, SEED),
+            float(np.median(ratios)), *common.interval_of_median(ratios, SEED),
             peaks[head] / GIB if cuda else None, nats[order.index(head)], head_ms.tolist(),
         ))  # fmt: skip
     return rows

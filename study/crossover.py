@@ -2,6 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
 from statistics import median
 from typing import Any
 
@@ -10,7 +13,34 @@ from linrnn.report.plots.select import clock_of, family, measured, named
 from linrnn.report.runs import Run
 from linrnn.report.verdicts import baseline_of
 from linrnn.runs.figures import WALL_CLOCK, waits_between_steps
-from linrnn.runs.intervals import LEAST_PAIRS, crossovers
+from linrnn.runs.intervals import LEAST_PAIRS
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where a backend and the baseline take the same time.
+
+    Attributes:
+        size: along the axis, interpolated between two sizes measured (logarithms of size and ratio).
+        faster_above: whether the backend is the faster one above that size.
+    """
+
+    size: float
+    faster_above: bool
+
+
+def crossovers(sizes: Sequence[int], ratios: Sequence[float]) -> list[Crossover]:
+    """Sizes at which the ratio of times to the baseline's passes 1, from the smallest to the largest.
+
+    Args:
+        sizes: distinct and ascending.
+        ratios: one per size. A ratio of exactly 1 counts as faster.
+    """
+    logs, found = [log(ratio) for ratio in ratios], []
+    for (size, own), (next_size, next_own) in pairwise(zip(sizes, logs, strict=True)):
+        if (own <= 0) != (next_own <= 0):
+            found.append(Crossover(size * (next_size / size) ** (own / (own - next_own)), next_own <= 0))
+    return found
 
 
 def speeds_rank(runs: Sequence[Run]) -> bool:

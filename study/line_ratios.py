@@ -3,13 +3,15 @@
 Repetitions of two lines are not paired: each line has a model and repetitions of its own. The intervals are Welch's.
 """
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
 from linrnn.report.targets import BASELINES, INCONCLUSIVE, NOT_REACHED, REACHED, Verdict
-from linrnn.runs.intervals import AT_LEAST, LEAST_PAIRS, answer, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, CONFIDENCE, LEAST_PAIRS, Estimate, answer
 from study.step_speed import names_of, step_speeds
 
 
@@ -55,6 +57,22 @@ def line_ratios(rows: Sequence[Row], name: str) -> Table:
     ]
     columns = ("line", "loss", "step's time (90 %)", *(f"gain over `{base}` (90 %)" for base in baselines))
     return Table(columns, cells, words=("line", "loss"))
+
+
+def ratio_of_means(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Ratio of the geometric means of two sets of ratios that are not paired, with Welch's 90 % interval.
+
+    Two intervals that overlap do not show that two means are equal. This interval says whether they differ.
+
+    Args:
+        values, others: at least two positive numbers each.
+    """
+    from scipy import stats
+
+    logs, other_logs = ([math.log(value) for value in some] for some in (values, others))
+    found = stats.ttest_ind(logs, other_logs, equal_var=False).confidence_interval(CONFIDENCE)
+    ratio = math.exp(fmean(logs) - fmean(other_logs))
+    return Estimate(min(len(logs), len(other_logs)), ratio, math.exp(found.low), math.exp(found.high))
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> str:

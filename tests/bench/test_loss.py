@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fitting import fitted
 
 from benchmarks import common, loss, problems
-from benchmarks.common import parse_loss, read_runs
+from benchmarks.common import interval_of_median, parse_loss, read_runs
 from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark, write_report
 from benchmarks.loss_pictures import FILTERS, error_plot, on_named_shapes
 from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, winners
@@ -32,7 +32,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.data import BatchesOnce
 from linrnn.losses import build_loss
-from linrnn.runs.intervals import crossovers, interval_of_median
+from study.crossover import crossovers
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)

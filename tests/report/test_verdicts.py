@@ -13,11 +13,12 @@ from matplotlib import pyplot
 from linrnn.report import curves, plots, write, write_report
 from linrnn.report.runs import Run, backend_names, read_committed, read_runs, write_committed
 from linrnn.report.targets import Verdict
-from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate, ratio_of_means
+from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
-from linrnn.runs.mixtures import read_origin
+from linrnn.runs.origins import read_origin
 from study.criteria import CRITERIA
 from study.criteria import verdicts as judged
+from study.line_ratios import ratio_of_means
 
 MEMORY, SPEED, BATCH, SPEED_AT_LARGEST = (CRITERIA[k] for k in ("MEMORY", "SPEED", "BATCH", "SPEED_AT_LARGEST"))
 PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS = (CRITERIA[k] for k in ("PERPLEXITY", "VALID_LOSS", "CURVES", "FINAL_LOSS"))

@@ -11,6 +11,7 @@ import torch
 
 from linrnn.runs import environment
 from linrnn.runs.environment import describe_environment
+from linrnn.runs.origins import commit_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,15 +96,15 @@ def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(r
     [(False, "abcdef"), (True, "abcdef with uncommitted changes"), (None, "abcdef (uncommitted changes: unknown)")],
 )
 def test_pages_say_whether_files_were_changed_or_that_nobody_knows(dirty, words):
-    assert environment.commit_in_words({"commit": "abcdef", "dirty": dirty}) == words
-    assert environment.commit_in_words({"commit": "abcdef", "dirty": dirty}, digits=3) == words.replace("def", "")
+    assert commit_in_words({"commit": "abcdef", "dirty": dirty}) == words
+    assert commit_in_words({"commit": "abcdef", "dirty": dirty}, digits=3) == words.replace("def", "")
 
 
 def test_a_commit_named_by_hand_says_nothing_of_changes(repository, monkeypatch):
     monkeypatch.setenv("LINRNN_COMMIT", "abcdef")
     state = environment._git_state(repository / "src" / "module.py")
-    assert environment.commit_in_words(state) == "abcdef (uncommitted changes: unknown)"
-    assert environment.commit_in_words(None) == "unknown"
+    assert commit_in_words(state) == "abcdef (uncommitted changes: unknown)"
+    assert commit_in_words(None) == "unknown"
 
 
 def test_code_that_git_does_not_track_has_no_commit(repository):

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import DataError
-from linrnn.runs.mixtures import contradicting_kernels, differing, read_origin, same_origin
-from linrnn.runs.provenance import ended, read_processes, settled
+from linrnn.runs.origins import contradicting_kernels, differing, ended, read_origin, read_processes, settled
 
 
 def process(from_step: int, to_step: int | None) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def test_the_commit_stands_for_code_that_was_not_recorded() -> None:
 
 def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
     one, other = environment(norm="BT=16", rotary="B=1"), environment(norm="BT=32", rotary="B=1")
-    assert same_origin(one, other) == ["kernel_choices"]
+    assert differing([one, other]) == ["kernel_choices"]
     assert differing([environment(scan="BK=64"), one, other]) == ["kernel_choices"]
     assert contradicting_kernels([one, other]) == ["norm"]
     assert differing([one, {**other, "packages": {"torch": "2.11"}}]) == ["torch", "kernel_choices"]
@@ -113,7 +112,7 @@ def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
 )
 def test_other_kernels_contradict_nothing(other: dict[str, Any]) -> None:
     """Another model or batch has other kernels. Earlier versions and CPUs have no record of them."""
-    assert same_origin(environment(norm="BT=16"), other) == []
+    assert differing([environment(norm="BT=16"), other]) == []
     assert differing([]) == differing([other]) == []
 
 

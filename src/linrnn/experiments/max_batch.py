@@ -18,8 +18,7 @@ from linrnn.distributed.launch import as_first_of
 from linrnn.experiments.points import Point, Process, check_parallel, foresee
 from linrnn.experiments.sweep import check_gpus, in_another_process
 from linrnn.runs.directory import ENVIRONMENT
-from linrnn.runs.mixtures import same_origin
-from linrnn.runs.provenance import read_processes
+from linrnn.runs.origins import differing, read_processes
 
 Say = Callable[[str], None]
 GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
@@ -313,14 +312,14 @@ def _probe(point: Point, batch: int, budget: float, foreseen: int | None, enviro
 def _check_origin(point: Point, batch: int, environment: dict[str, Any]) -> None:
     """Reject a probe that was made in another environment or measured after another warm-up."""
     warmup = "trainer.warmup_measurement_steps"
-    differing: set[str] = set()
+    others: set[str] = set()
     for process in read_processes(point.directory / ENVIRONMENT):
-        differing |= set(same_origin(process, environment))
+        others |= set(differing([process, environment]))
         if process["settings"][warmup] != point.config.trainer.warmup_measurement_steps:
-            differing.add(warmup)
-    if differing:
+            others.add(warmup)
+    if others:
         raise ConfigError(
-            f"the probe of {batch} sequences was made with another {', '.join(sorted(differing))} ({point.directory})",
+            f"the probe of {batch} sequences was made with another {', '.join(sorted(others))} ({point.directory})",
             "give the search another group, or move the old one away",
         )
 

@@ -7,7 +7,6 @@ from linrnn.report.plots import DEVICE_TIME, NO_SPEED, clock_of
 from linrnn.report.runs import Run, backend_names, environment_of
 from linrnn.report.targets import RULES, Verdict
 from linrnn.report.verdicts import CONTROL, baseline_of
-from linrnn.runs.environment import commit_in_words
 from linrnn.runs.figures import (
     NOT_MEASURED,
     WALL_CLOCK,
@@ -17,6 +16,7 @@ from linrnn.runs.figures import (
     uneven_steps,
     waits_between_steps,
 )
+from linrnn.runs.origins import commit_in_words
 from linrnn.runs.summary import MEAN_OF_LAST
 
 ON_CONTROL = (

@@ -16,9 +16,8 @@ from linrnn.report import curves
 from linrnn.report.curves import Comparison
 from linrnn.report.steps import LOSS, STATISTIC, TIMES, VALIDATION, packed, times_of, unpacked
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
-from linrnn.runs.environment import commit_in_words
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.mixtures import differing, read_origin
+from linrnn.runs.origins import commit_in_words, differing, read_origin
 
 COMMITTED = "runs.json.xz"  # a report's file with its runs' environments, summaries and logged steps
 REPORTS = "summaries"  # the folder of the results directory that holds the reports

@@ -20,7 +20,7 @@ from linrnn.report.targets import (
 )
 from linrnn.runs.figures import by_wall_clock, host_decides
 from linrnn.runs.intervals import AT_LEAST, LEAST_PAIRS, WITHIN, pairs_for
-from linrnn.runs.mixtures import same_origin
+from linrnn.runs.origins import differing
 
 CONTROL = "compiled_nudged"  # the noise-floor run: judged against compiled, on losses alone
 EXACT = "cce_kahan"
@@ -381,8 +381,8 @@ def _largest_batches(
             continue
         if not answer["environment"].get("gpus"):
             continue
-        if differing := same_origin(environment, answer["environment"]):
-            left_out = differing
+        if others := differing([environment, answer["environment"]]):
+            left_out = others
             continue
         key = (*(answer.get(k) for k in ANSWER_SETTING), without_horizon(answer["training"]))
         # Names tell losses apart by the options that differ among the runs, or among the answers: not always the same.

@@ -16,7 +16,7 @@ from linrnn.core.files import read_object, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
-from linrnn.runs.provenance import Process, ended, read_processes, settled
+from linrnn.runs.origins import Process, ended, read_processes, settled
 
 CONFIG = "config.yaml"
 IDENTITY = "identity.json"

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.machine import cores
 from linrnn.losses import KERNELS
 from linrnn.models import tuning
-from linrnn.runs.provenance import Process
+from linrnn.runs.origins import Process
 
 ROOT = CONFIG_DIR.parent
 PACKAGES = (
@@ -217,20 +217,6 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for gpu in found
     ]
-
-
-def commit_in_words(git: Mapping[str, Any] | None, digits: int | None = None) -> str:
-    """The commit of an environment, and what is known of changes to its files.
-
-    Args:
-        git: `git` of :func:`describe_environment`.
-        digits: of the commit; None: all.
-    """
-    if git is None or git["commit"] is None:
-        return "unknown"
-    known = {True: " with uncommitted changes", False: "", None: " (uncommitted changes: unknown)"}
-    changes = known[git.get("dirty")]
-    return f"{git['commit'][:digits]}{changes}"
 
 
 def _allocator() -> str | None:

@@ -1,12 +1,25 @@
-"""The origin of figures: which code, on which device. Tells whether two origins agree.
+"""What environment.json says: which process trained which steps of a run, with which code, on which device.
 
-The commit does not count, nor what stands in the working tree beside the two packages: only the source that computes.
+    {"processes": [{…}, …]}    each entry as `linrnn.runs.environment.describe_process` begins it
+
+`from_step` and `to_step` count optimizer steps done. `ended` and `to_step` are null while a process runs, and stay null
+if it is killed. The next process begins at a checkpoint; steps that an earlier process trained after it are lost.
+:func:`settled` removes them from the record. The entries then cover the run's steps once, in order.
+
+Figures of two origins do not belong into one comparison. The commit does not count, nor what stands in the working tree
+beside the two packages: only the source that computes.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from linrnn.core.dates import utc_now
+from linrnn.core.errors import DataError
+
+Process = dict[str, Any]
 COMPUTING = ("torch", "triton", "flash-linear-attention")  # packages whose versions belong to an origin
 # Its choices of kernels must not contradict each other: another model or batch may need further ones.
 CHOICES = "kernel_choices"
@@ -14,6 +27,43 @@ CHOICES = "kernel_choices"
 OF_A_PROCESS = ("command", "started", "ended", "from_step", "to_step", "settings", "continues", "seconds_to")
 
 
+# --------------------------------------------------------------------------------------------------------- processes
+def settled(processes: list[Process], step: int) -> list[Process]:
+    """The entries of earlier processes when a new one begins at `step`: each with the steps that remain, if any."""
+    kept = []
+    for process in processes:
+        to_step = step if process["to_step"] is None else min(process["to_step"], step)
+        if process["from_step"] < to_step:
+            kept.append({**process, "to_step": to_step})
+    return kept
+
+
+def ended(process: Process, step: int) -> Process:
+    """The entry of a process that ends after `step`."""
+    return {**process, "ended": utc_now(), "to_step": step}
+
+
+def read_processes(path: Path) -> list[Process]:
+    """The entries of an environment.json; none if there is no file.
+
+    Raises:
+        DataError: another version wrote the file, or it is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        processes = json.loads(path.read_text(encoding="utf-8"))["processes"]
+        if not isinstance(processes, list):
+            raise TypeError
+        return processes
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} cannot be read as the record of a run's processes",
+            "it is damaged or of an earlier version: move the run's directory away",
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------- origins
 @dataclass(frozen=True)
 class Origin:
     """The environment of a run's processes.
@@ -63,11 +113,6 @@ def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
     return found + ([CHOICES] if contradicting_kernels(every) else [])
 
 
-def same_origin(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys in which two environments differ, as :func:`differing` gives them."""
-    return differing([a, b])
-
-
 def contradicting_kernels(environments: Iterable[Mapping[str, Any]]) -> list[str]:
     """The kernels, with their keys, that ran with different configurations."""
     chosen: dict[str, set[str]] = {}
@@ -75,3 +120,17 @@ def contradicting_kernels(environments: Iterable[Mapping[str, Any]]) -> list[str
         for kernel, config in ((environment.get(CHOICES) or {}).get("choices") or {}).items():
             chosen.setdefault(kernel, set()).add(config)
     return sorted(kernel for kernel, configs in chosen.items() if len(configs) > 1)
+
+
+def commit_in_words(git: Mapping[str, Any] | None, digits: int | None = None) -> str:
+    """The commit of an environment, and what is known of changes to its files.
+
+    Args:
+        git: `git` of :func:`describe_environment`.
+        digits: of the commit; None: all.
+    """
+    if git is None or git["commit"] is None:
+        return "unknown"
+    known = {True: " with uncommitted changes", False: "", None: " (uncommitted changes: unknown)"}
+    changes = known[git.get("dirty")]
+    return f"{git['commit'][:digits]}{changes}"
