@@ -10,26 +10,11 @@ import pytest
 
 from linrnn.config.schema import HubDataConfig, MarkovDataConfig, TextDataConfig
 from linrnn.data import ShardSet
-from linrnn.data.shards import SplitWriter, open_split, write_meta
+from linrnn.data.shards import SplitWriter, read_meta, write_meta
 from linrnn.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "über-fast",
-    "naïve",
-    "東京",
-    "trains",
-    "ran;",
-    "12",
-    "3.5",
-]
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "über-fast", "naïve", "東京", "trains", "ran;", "12", "3.5"]
 
 
 def sentences(n: int, seed: int = 0) -> list[str]:
@@ -48,73 +33,43 @@ def write_tokenizer(path: Path, vocab_size: int = 300) -> Path:
     return path
 
 
+def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return {**values, **{key: str(value) if isinstance(value, Path) else value for key, value in changes.items()}}
+
+
+def common(name: str, cache_dir: Path) -> dict[str, Any]:
+    return {"name": name, "cache_dir": str(cache_dir), "verify": True, "reset_at_document": False}
+
+
+TOKENS = {"tokenizer": None, "tokenizer_vocab_size": 300, "max_tokens": None, "valid_fraction": 0.1}
+
+
 def text_config(cache_dir: Path, path: Path | str | list[str], **changes: Any) -> TextDataConfig:
-    values: dict[str, Any] = {
-        "name": "text",
-        "cache_dir": str(cache_dir),
-        "verify": True,
-        "reset_at_document": False,
-        "path": path if isinstance(path, list) else str(path),
-        "valid_path": None,
-        "text_field": "text",
-        "document_separator": None,
-        "tokenizer": None,
-        "tokenizer_vocab_size": 300,
-        "max_tokens": None,
-        "valid_fraction": 0.1,
-    }
-    return TextDataConfig(**{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}})
+    values = {**common("text", cache_dir), **TOKENS, "path": path if isinstance(path, list) else str(path)}
+    values |= {"valid_path": None, "text_field": "text", "document_separator": None}
+    return TextDataConfig(**changed(values, changes))
 
 
 def hub_config(cache_dir: Path, path: Path | str, **changes: Any) -> HubDataConfig:
-    values: dict[str, Any] = {
-        "name": "wikitext103",
-        "cache_dir": str(cache_dir),
-        "verify": True,
-        "reset_at_document": False,
-        "path": str(path),
-        "subset": None,
-        "train_split": "train",
-        "valid_split": "validation",
-        "text_field": "text",
-        "document_start": None,
-        "empty_row": "",
-        "streaming": True,
-        "tokenizer": None,
-        "tokenizer_vocab_size": 300,
-        "max_tokens": None,
-        "valid_fraction": 0.1,
-    }
-    return HubDataConfig(**{**values, **{key: str(v) if isinstance(v, Path) else v for key, v in changes.items()}})
+    values = {**common("wikitext103", cache_dir), **TOKENS, "path": str(path), "subset": None, "train_split": "train"}
+    values |= {"valid_split": "validation", "text_field": "text", "document_start": None, "empty_row": ""}
+    return HubDataConfig(**changed({**values, "streaming": True}, changes))
 
 
 def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:
-    values: dict[str, Any] = {
-        "name": "markov",
-        "cache_dir": str(cache_dir),
-        "verify": True,
-        "reset_at_document": False,
-        "vocab_size": 64,
-        "branching": 4,
-        "n_tokens": 200_000,
-        "n_valid_tokens": 20_000,
-        "data_seed": 0,
-    }
-    return MarkovDataConfig(**{**values, **changes})
+    sizes = {"vocab_size": 64, "branching": 4, "n_tokens": 200_000, "n_valid_tokens": 20_000, "data_seed": 0}
+    return MarkovDataConfig(**{**common("markov", cache_dir), **sizes, **changes})
 
 
 def shard_set(directory: Path, documents: list[np.ndarray], vocab_size: int = 1000) -> ShardSet:
     """The documents as shards on disk, split at linrnn.data.shards.SHARD_TOKENS."""
     directory.mkdir()
     dtype = np.dtype("<u2")
-    writer = SplitWriter(directory, "train", dtype, None)
+    writer = SplitWriter(directory, "train", dtype)
     for document in documents:
         writer.append(document, np.array([len(document)]), 0)
-    writer.finish()
-    shards = [vars(shard) for shard in writer.finished]
-    write_meta(directory, {"format": 1, "vocab_size": vocab_size, "splits": {"train": shards}})
-    meta = json.loads((directory / "meta.json").read_text())
-    return open_split(directory, meta, "train")
+    write_meta(directory, {"format": 1, "vocab_size": vocab_size, "splits": {"train": writer.finish()}})
+    return ShardSet(directory, read_meta(directory), "train")
 
 
 def directory_bytes(directory: Path) -> dict[str, bytes]:

@@ -1,8 +1,6 @@
 """Expected memory and disk are compared with what the machine has, before anything is built or written."""
 
-import fcntl
-import os
-import time
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from linrnn.core import machine
 from linrnn.core.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory, free_disk
 from linrnn.data import prepare
-from linrnn.data.cache import KEPT_SECONDS, sweep
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models import architecture, build_model, open_pretrained
 from linrnn.models.architecture import resolve
@@ -169,46 +166,20 @@ def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: 
     cache = tmp_path / "cache"
     with pytest.raises(StorageError, match="GiB are free there"):
         prepare(markov(cache, n_tokens=n_tokens))
-    assert not list(cache.glob("markov*"))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_text_is_compared_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("words and more words\n\n" * 1000, encoding="utf-8")
     text = load_config(["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]).data
     text = replace(text, tokenizer_vocab_size=257)
-    monkeypatch.setattr("linrnn.data.cache.free_disk", lambda path: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(StorageError, match="tokenised, needs"):
         prepare(text)
 
 
 def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path: Path) -> None:
     assert abs(free_disk(tmp_path / "not" / "yet") - free_disk(tmp_path)) < GIB
-
-
-def test_the_next_preparation_sweeps_up_what_killed_ones_left(tmp_path: Path) -> None:
-    for name in ("markov-1", "text-2", "text-3"):
-        (tmp_path / f"{name}.partial").mkdir()
-        (tmp_path / f"{name}.partial" / "train-00000.bin.part").write_bytes(b"x")
-        (tmp_path / f"{name}.lock").touch()
-    for name in ("text-2", "text-3"):
-        (tmp_path / f"{name}.partial" / "progress.json").touch()
-    long_ago = time.time() - KEPT_SECONDS - 1
-    os.utime(tmp_path / "text-3.partial" / "progress.json", (long_ago, long_ago))
-    (tmp_path / "tokenizer-512-a.json.lock").touch()
-    prepare(markov(tmp_path))
-    assert [path.name for path in tmp_path.glob("*.partial")] == ["text-2.partial"], "that one can be continued"
-    assert not list(tmp_path.glob("*.lock"))
-
-
-def test_what_a_living_process_holds_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "markov-1.partial").mkdir()
-    with open(tmp_path / "markov-1.lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sweep(tmp_path, None)
-        assert (tmp_path / "markov-1.partial").is_dir()
-        assert (tmp_path / "markov-1.lock").is_file()
-    sweep(tmp_path, None)
-    assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------- unknown is unknown

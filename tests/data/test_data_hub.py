@@ -92,26 +92,10 @@ def test_what_the_data_set_lacks_is_named(
     assert remedy in raised.value.remedy
 
 
-def test_wikitext_validation_has_the_official_bytes_and_articles(tmp_path: Path, tokenizer: Path) -> None:
-    config = load_config(
-        [
-            "data=wikitext103",
-            f"data.path={shared_data() / 'wikitext-103'}",
-            f"data.cache_dir={tmp_path}",
-            f"data.tokenizer={tokenizer}",
-            "data.train_split=test",
-        ]
-    ).data
-    data = prepare(config)
-    assert data.valid.n_bytes == 1_146_846
-    assert data.valid.n_documents == 60
-
-
-def test_the_shared_copy_without_its_training_split_says_so(tmp_path: Path, tokenizer: Path) -> None:
-    overrides = [
-        "data=wikitext103",
-        f"data.path={shared_data() / 'wikitext-103'}",
-        f"data.cache_dir={tmp_path}",
-    ]
+def test_the_shared_copy_of_wikitext_has_the_official_bytes_and_articles(tmp_path: Path, tokenizer: Path) -> None:
+    overrides = ["data=wikitext103", f"data.path={shared_data() / 'wikitext-103'}", f"data.cache_dir={tmp_path}"]
+    overrides.append(f"data.tokenizer={tokenizer}")
+    data = prepare(load_config([*overrides, "data.train_split=test"]).data)
+    assert (data.valid.n_bytes, data.valid.n_documents) == (1_146_846, 60)
     with pytest.raises(DataError, match="no split 'train', only: validation, test"):
-        prepare(load_config([*overrides, f"data.tokenizer={tokenizer}"]).data)
+        prepare(load_config(overrides).data)

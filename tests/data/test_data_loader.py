@@ -1,5 +1,6 @@
 """Batches: the right tokens and labels, one global order for any number of ranks, exact resume."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +54,8 @@ def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards:
     for _ in range(2):
         batches = take(loader, loader.n_blocks)
         for batch in batches:
-            assert (batch.input_ids.dtype, batch.labels.dtype, batch.n_tokens) == (
-                torch.int64,
-                torch.int64,
-                seq_len,
-            )
+            assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+            assert batch.n_tokens == seq_len
             assert torch.equal(batch.labels, batch.input_ids + 1)
         starts = [row[0] for row in rows(batches)]
         assert sorted(starts) == list(range(0, loader.n_blocks * seq_len, seq_len))
@@ -88,26 +86,16 @@ def test_epochs_and_seeds_have_orders_of_their_own(shards: ShardSet) -> None:
 def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
     shards: ShardSet, world_size: int, batch_size: int, seq_len: int, reset: bool, steps: int, seed: int
 ) -> None:
-    def loader(rank: int, world_size: int, batch_size: int) -> BatchLoader:
-        return BatchLoader(
-            shards,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            reset_at_document=reset,
-        )
-
-    whole = loader(0, 1, world_size * batch_size)
-    ranks = [loader(rank, world_size, batch_size) for rank in range(world_size)]
+    loader = partial(BatchLoader, shards, seq_len=seq_len, seed=seed, reset_at_document=reset)
+    whole = loader(batch_size=world_size * batch_size)
+    ranks = [loader(batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     for _ in range(steps):
         one = next(whole).input_ids.reshape(-1, seq_len)
         parts = [next(rank).input_ids.reshape(-1, seq_len) for rank in ranks]
         assert torch.equal(one, torch.stack(parts, dim=1).reshape(-1, seq_len))
     # Every rank's state continues every other rank, and the run with one rank.
     state = ranks[-1].state_dict()
-    resumed = loader(0, 1, world_size * batch_size)
+    resumed = loader(batch_size=world_size * batch_size)
     resumed.load_state_dict(state)
     assert all(same(a, b) for a, b in zip(take(whole, 3), take(resumed, 3), strict=True))
     assert resumed.state_dict() == whole.state_dict()
@@ -221,13 +209,7 @@ def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path: Path
 
 
 def test_reading_across_shards_equals_the_concatenation(shards: ShardSet) -> None:
-    for start, stop in [
-        (0, shards.n_tokens),
-        (99, 101),
-        (500, 500),
-        (0, 1),
-        (shards.n_tokens - 1, shards.n_tokens),
-    ]:
+    for start, stop in [(0, shards.n_tokens), (99, 101), (500, 500), (0, 1), (shards.n_tokens - 1, shards.n_tokens)]:
         np.testing.assert_array_equal(shards.read(start, stop), np.arange(start, stop))
     with pytest.raises(IndexError):
         shards.read(0, shards.n_tokens + 1)

@@ -10,7 +10,7 @@ from data_helpers import sentences, write_jsonl, write_tokenizer
 
 import linrnn.data.progress
 from linrnn.data import ConsoleProgress, Progress
-from linrnn.data.progress import Meter, describe
+from linrnn.data.progress import Meter
 
 
 class Clock:
@@ -39,7 +39,7 @@ def test_speed_and_time_left_count_this_attempt_only(clock: Clock) -> None:
 
 def test_a_report_is_one_readable_line() -> None:
     progress = Progress("tokenising", 1234, 5_678_900, 123_456.7, 83.0)
-    assert describe(progress) == "data: tokenising, 1,234 documents, 5,678,900 tokens, 123,457 tokens/s, 1:23 left"
+    assert str(progress) == "data: tokenising, 1,234 documents, 5,678,900 tokens, 123,457 tokens/s, 1:23 left"
 
 
 def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock: Clock) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from data_helpers import sentences, shared_data, write_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from linrnn.core.errors import DataError
@@ -23,10 +23,6 @@ def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
     assert tokenizer.vocab_size == 300
     assert (tokenizer.eos_token, tokenizer.eos_id) == ("<|endoftext|>", 0)
-
-
-def test_training_twice_gives_the_same_tokenizer() -> None:
-    assert train_tokenizer(sentences(300), 400).json == train_tokenizer(sentences(300), 400).json
 
 
 def test_dropout_leaves_no_token_to_chance() -> None:
@@ -45,13 +41,6 @@ def test_a_special_token_written_in_the_text_stays_text() -> None:
     (ids,) = tokenizer.encode_batch(["before <|endoftext|> after"])
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == "before <|endoftext|> after"
-
-
-def test_json_xz_and_directory_give_the_same_tokenizer(tmp_path: Path) -> None:
-    plain = write_tokenizer(tmp_path / "tokenizer.json")
-    packed = tmp_path / "packed.json.xz"
-    packed.write_bytes(lzma.compress(plain.read_bytes()))
-    assert len({load_tokenizer(str(path)).hash for path in (plain, packed, tmp_path)}) == 1
 
 
 ADDED = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -111,12 +100,6 @@ def test_the_end_token_is_that_of_transformers_by_any_name(
         assert (tokenizer.eos_token, tokenizer.eos_id) == (expected.eos_token, expected.eos_token_id), spec
 
 
-def test_the_model_s_class_gives_an_end_token_that_no_settings_name(tmp_path: Path) -> None:
-    """As in GPT-2's own repository."""
-    directory = with_end_tokens(tmp_path / "gpt2", {"model_max_length": 1024}, None, {"model_type": "gpt2"})
-    assert load_tokenizer(str(directory)).eos_token == "<|endoftext|>"
-
-
 def test_a_file_without_settings_gets_the_first_known_end_token(tmp_path: Path) -> None:
     with_end_tokens(tmp_path / "own", None, None)
     (tmp_path / "own/other.json").write_bytes((tmp_path / "own/tokenizer.json").read_bytes())
@@ -138,23 +121,21 @@ def test_the_files_that_are_written_give_the_same_tokenizer(eos_token: str | Non
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "cause"),
+    ("file", "content"),
     [
-        ("tokenizer_config.json", "[1]", "tokenizer_config.json is no JSON object"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
-        ("special_tokens_map.json", "[]", "special_tokens_map.json is no JSON object"),
-        ("special_tokens_map.json", "[" * 100_000, "special_tokens_map.json is not JSON"),
-        ("tokenizer_config.json", '{"eos_token": ["</s>"]}', r'eos_token of tokenizer .* is \["</s>"\], not one token'),
-        ("tokenizer_config.json", '{"eos_token": 2}', "eos_token of tokenizer .* is 2, not one token"),
-        ("tokenizer_config.json", '{"eos_token": {"text": "</s>"}}', "eos_token of tokenizer .* is .*, not one token"),
-        ("special_tokens_map.json", '{"eos_token": {"content": 3}}', "eos_token of tokenizer .* not one token"),
-        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}', "'<nowhere>' of .* is not in its vocabulary"),
-        ("tokenizer_config.json", '{"eos_token": ""}', "'' of .* is not in its vocabulary"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "transformers cannot read the settings"),
-        ("tokenizer_config.json", '{"additional_special_tokens": 5}', "transformers cannot read the settings"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", "{"),
+        ("special_tokens_map.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"eos_token": ["</s>"]}'),
+        ("tokenizer_config.json", '{"eos_token": 2}'),
+        ("special_tokens_map.json", '{"eos_token": {"content": 3}}'),
+        ("tokenizer_config.json", '{"eos_token": "<nowhere>"}'),
+        ("tokenizer_config.json", '{"eos_token": ""}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(file: str, content: str, cause: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_used_are_named(file: str, content: str, tmp_path: Path) -> None:
+    cause = "is not in its vocabulary" if '": "' in content else "transformers cannot read the settings"
     directory = with_end_tokens(tmp_path / "own", None, None)
     (directory / file).write_text(content)
     for spec in (directory, directory / "tokenizer.json"):
@@ -183,28 +164,15 @@ def test_text_without_a_token_is_an_error_that_names_the_tokenizer(
     assert "unk_token" in error.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("kind", "lost"),
-    [
-        ("byte level", {}),
-        ("no alphabet", {"🙂": 2, "東": 1}),
-        ("half an alphabet", {"é": 1}),
-        ("characters", {"🙂": 2, "東": 1, "é": 1}),
-        ("unknown", {}),
-    ],
-)
-def test_characters_that_are_in_no_token_are_counted(kind: str, lost: dict[str, int]) -> None:
-    model = models.BPE({c: i for i, c in enumerate(" aet?")}, [], unk_token="?" if kind == "unknown" else None)
-    bpe = HfTokenizer(model if kind in ("characters", "unknown") else models.BPE())
-    if kind not in ("characters", "unknown"):
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        alphabet = [] if kind == "no alphabet" else pre_tokenizers.ByteLevel.alphabet()
-        if kind == "half an alphabet":
-            alphabet.remove("©")  # the second byte of é
-        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
-        bpe.train_from_iterator(["a tea" + " é" * (kind != "half an alphabet")], trainer)
-    assert Tokenizer(bpe.to_str(), kind).dropped(["tea 🙂", "at é 東🙂", ""]) == lost
+@pytest.mark.parametrize("missing", ["", "©", "all"])
+def test_a_byte_without_a_token_is_known(missing: str) -> None:
+    bpe = HfTokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = [] if missing == "all" else sorted({*pre_tokenizers.ByteLevel.alphabet()} - {missing})
+    bpe.train_from_iterator(["a tea"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    assert Tokenizer(bpe.to_str(), "bytes").knows_every_byte() == (not missing)
+    bpe.normalizer = normalizers.StripAccents()
+    assert not Tokenizer(bpe.to_str(), "accents").knows_every_byte()
 
 
 def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> None:
@@ -227,17 +195,9 @@ def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"model": {"type": "none"}}', b"\xff\xfe"])
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "broken.json"
-    path.write_bytes(content)
+    (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.json"):
-        load_tokenizer(str(path))
-
-
-def test_a_truncated_xz_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "cut.json.xz"
-    path.write_bytes(lzma.compress(write_tokenizer(tmp_path / "t.json").read_bytes())[:-100])
-    with pytest.raises(DataError, match=r"cut\.json\.xz"):
-        load_tokenizer(str(path))
+        load_tokenizer(str(tmp_path / "broken.json"))
 
 
 def test_a_missing_file_is_not_looked_for_on_the_hub() -> None:

@@ -2,7 +2,8 @@
 
 The result lies in `<data.cache_dir>/<data.name>-<key>/`. The key is a hash of the text (its content, not its place),
 the tokenizer and the options that decide which tokens come out. Work in progress has the suffix `.partial`. The last
-step removes the suffix, so a directory with its final name is complete.
+step removes the suffix, so a directory with its final name is complete. One process works on it, under the lock
+`<directory>.lock`; the system releases the lock when that process ends, in whatever way it ends.
 
 A source without validation data gives every k-th document that has tokens to validation, starting with the first; k =
 round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that
@@ -10,34 +11,44 @@ reaches it.
 Each document is followed by the tokenizer's end token, if there is one.
 """
 
+import hashlib
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
-from linrnn.core.errors import ConfigError, DataError
-from linrnn.data.cache import check_disk, key_of, locked, write_once
+from linrnn.core.errors import ConfigError, DataError, StorageError
+from linrnn.core.machine import GIB, free_disk
 from linrnn.data.markov import END, MarkovChain
-from linrnn.data.progress import Meter, Progress, ProgressCallback
+from linrnn.data.progress import Meter, Progress, Report
 from linrnn.data.shards import (
+    FORMAT_VERSION,
+    META,
     SPLITS,
     ShardSet,
     SplitWriter,
-    open_split,
+    read_meta,
     storage_errors,
     token_dtype,
     write_json,
+    write_meta,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenise import Tokenisation, split_of
+from linrnn.data.tokenise import RECORD, Tokenisation, split_of
 from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
+PARTIAL = ".partial"
+KEPT_SECONDS = 7 * 24 * 3600  # how long interrupted work waits for the same command to continue it
 TOKENIZER_SAMPLE_BYTES = 16 << 20  # a tokenizer trained here learns from this many first bytes of the training text
 
 
@@ -50,11 +61,11 @@ class PreparedData:
         vocab_size: every id is below it.
         eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
+        description: one line for humans.
+        directory: the directory of the prepared data.
         token_fingerprint: identifies the meaning of ids: the tokenizer, or the chain of generated text. A model trained
             on other data can read these tokens only if both have the same `token_fingerprint`.
         entropy_floor_nats: the lowest mean loss that any model can reach; None if unknown.
-        description: one line for humans.
-        directory: the directory of the prepared data.
         tokenizer: None for generated data.
     """
 
@@ -63,20 +74,20 @@ class PreparedData:
     vocab_size: int
     eos_id: int | None
     fingerprint: str
-    token_fingerprint: str
-    entropy_floor_nats: float | None
     description: str
     directory: Path
-    tokenizer: Tokenizer | None
+    token_fingerprint: str
+    entropy_floor_nats: float | None = None
+    tokenizer: Tokenizer | None = None
 
-    def verify(self, progress: ProgressCallback | None = None) -> None:
+    def verify(self, progress: Report | None = None) -> None:
         """Read everything and compare it with the recorded hashes.
 
         Raises:
             DataError: a file differs. The error names it.
         """
-        if progress and (size := self.train.size + self.valid.size) > 1 << 30:
-            progress(Progress(f"comparing {size / 2**30:.1f} GiB with their hashes", finished=True))
+        if progress and (size := self.train.size + self.valid.size) > GIB:
+            progress(Progress(f"comparing {size / GIB:.1f} GiB with their hashes", finished=True))
         self.train.verify()
         self.valid.verify()
 
@@ -96,7 +107,7 @@ class PreparedData:
         return None
 
 
-def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> PreparedData:
+def prepare(config: DataConfig, *, progress: Report | None = None) -> PreparedData:
     """Prepare the data that `config` describes, or open it if it is there already.
 
     Args:
@@ -106,17 +117,12 @@ def prepare(config: DataConfig, *, progress: ProgressCallback | None = None) -> 
         DataError: data or tokenizer is missing, empty, corrupt, or not what the configuration says.
         StorageError: the cache directory cannot be written. The next attempt continues.
     """
+    report = progress or (lambda _: None)
     if isinstance(config, MarkovDataConfig):
-        return _prepare_markov(config, progress)
+        return _prepare_markov(config, report)
     if isinstance(config, TokenizedDataConfig):
-        return _prepare_text(config, progress)
+        return _prepare_text(config, report)
     raise TypeError(f"cannot prepare {type(config).__name__}")
-
-
-@lru_cache
-def _entries(tokenizer: str) -> int:
-    """The size of a tokenizer's vocabulary. It is cached, because a sweep asks for every point."""
-    return load_tokenizer(tokenizer).vocab_size
 
 
 def vocabulary_size(config: DataConfig) -> int:
@@ -129,22 +135,26 @@ def vocabulary_size(config: DataConfig) -> int:
     """
     if isinstance(config, MarkovDataConfig):
         return config.vocab_size
-    if isinstance(config, TokenizedDataConfig):
-        return config.tokenizer_vocab_size if config.tokenizer is None else _entries(config.tokenizer)
-    raise TypeError(f"{type(config).__name__} has no vocabulary")
+    assert isinstance(config, TokenizedDataConfig), config
+    return config.tokenizer_vocab_size if config.tokenizer is None else _vocabulary_of(config.tokenizer)
+
+
+@lru_cache
+def _vocabulary_of(tokenizer: str) -> int:
+    """The size of a tokenizer's vocabulary. It is cached, because a sweep asks for every point."""
+    return load_tokenizer(tokenizer).vocab_size
 
 
 # ------------------------------------------------------------------------------------------------------- text
-def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None) -> PreparedData:
+def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
     source = make_source(config)
-    if progress:
-        for remark in source.remarks:
-            progress(Progress(remark, finished=True))
-    period = _holdout_period(config, source)
+    for remark in source.remarks:
+        report(Progress(remark, finished=True))
+    period = None if source.has_validation else _holdout_period(config)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
     else:
-        tokenizer = _tokenizer_trained_here(config, source, period, progress)
+        tokenizer = _tokenizer_trained_here(config, source, period, report)
     recipe = {
         "source": source.identity,
         "holdout_period": period,
@@ -153,56 +163,33 @@ def _prepare_text(config: TokenizedDataConfig, progress: ProgressCallback | None
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }
+    least = 0
+    if source.text_bytes is not None:  # 8 bytes of text per token; tokens of a large vocabulary average 4 to 5
+        tokens = min(source.text_bytes // 8, config.max_tokens or source.text_bytes)
+        least = tokens * token_dtype(tokenizer.vocab_size).itemsize
 
-    def check_room(cache: Path) -> None:
-        if (least := _least_bytes(config, source, tokenizer)) is not None:
-            check_disk(cache, least, f"the text of {source.description}, tokenised,", "lower data.max_tokens")
-
-    def write_shards(directory: Path) -> dict[str, Any]:
+    def write(directory: Path) -> dict[str, Any]:
+        if not tokenizer.knows_every_byte():
+            lost = f"tokenizer {tokenizer.name} has no token for some bytes: characters that it does not know are lost"
+            report(Progress(lost, finished=True))
         try:
-            splits = Tokenisation(
-                directory, source, tokenizer, period=period, max_tokens=config.max_tokens, report=progress
-            ).run()
+            splits = Tokenisation(directory, source, tokenizer, period, config.max_tokens, report).run()
         except DataError:
             if not source.remote:  # a repaired local file is another text, so nothing would continue this attempt
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-        with storage_errors(directory):
-            (directory / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+        (directory / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
         return splits
 
-    directory, meta = write_once(config, recipe, check_room, write_shards, progress)
-    train, valid = (open_split(directory, meta, split) for split in SPLITS)
+    room = (least, f"the text of {source.description}, tokenised,", "lower data.max_tokens")
+    directory = _written_once(config, recipe, room, write, report)
     ends = "no end token" if tokenizer.eos_id is None else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
-    return PreparedData(
-        train=train,
-        valid=valid,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        fingerprint=meta["fingerprint"],
-        token_fingerprint=tokenizer.hash,
-        entropy_floor_nats=None,
-        description=f"{source.description}: {_sizes(train, valid)}; tokenizer {tokenizer.name}, {ends}",
-        directory=directory,
-        tokenizer=tokenizer,
-    )
+    which = f"tokenizer {tokenizer.name}, {ends}"
+    return _open(directory, source.description, which, token_fingerprint=tokenizer.hash, tokenizer=tokenizer)
 
 
-def _least_bytes(config: TokenizedDataConfig, source: Source, tokenizer: Tokenizer) -> int | None:
-    """The least disk space that the tokenised text will need; None if the amount of text is unknown.
-
-    It assumes 8 bytes of text per token. Tokens of a large vocabulary average 4 to 5.
-    """
-    if source.text_bytes is None:
-        return None
-    tokens = min(source.text_bytes // 8, config.max_tokens or source.text_bytes)
-    return tokens * token_dtype(tokenizer.vocab_size).itemsize
-
-
-def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
-    """k, if every k-th document is held out for validation. None if the source has validation text."""
-    if source.has_validation:
-        return None
+def _holdout_period(config: TokenizedDataConfig) -> int:
+    """k, if every k-th document is held out for validation."""
     if config.valid_fraction == 0:
         raise ConfigError(
             f"data={config.name} has no validation text of its own and data.valid_fraction is 0",
@@ -212,20 +199,20 @@ def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
 
 
 def _tokenizer_trained_here(
-    config: TokenizedDataConfig, source: Source, period: int | None, progress: ProgressCallback | None
+    config: TokenizedDataConfig, source: Source, period: int | None, report: Report
 ) -> Tokenizer:
     """A BPE trained on the first part of the training text. It is stored in the cache directory."""
-    key = key_of([source.identity, period, config.tokenizer_vocab_size, TOKENIZER_SAMPLE_BYTES])
-    path = Path(config.cache_dir).expanduser() / f"tokenizer-{config.tokenizer_vocab_size}-{key}.json"
+    entries = config.tokenizer_vocab_size
+    key = _key([source.identity, period, entries, TOKENIZER_SAMPLE_BYTES])
+    path = _cache(config) / f"tokenizer-{entries}-{key}.json"
     if not path.is_file():
-        with locked(path, progress):
+        with _locked(path, report):
             if not path.is_file():  # nobody else has trained it meanwhile
-                if progress:
-                    entries = f"{config.tokenizer_vocab_size:,} entries"
-                    progress(Progress(f"training a tokenizer of {entries}", finished=True))
-                tokenizer = train_tokenizer(_sample(source, period), config.tokenizer_vocab_size)
-                if progress and (learned := tokenizer.vocab_size) < config.tokenizer_vocab_size:
-                    progress(Progress(f"the text is too small for more than {learned:,} of them", finished=True))
+                report(Progress(f"training a tokenizer of {entries:,} entries", finished=True))
+                tokenizer = train_tokenizer(_sample(source, period), entries)
+                if tokenizer.vocab_size < entries:
+                    few = f"the text is too small for more than {tokenizer.vocab_size:,} of them"
+                    report(Progress(few, finished=True))
                 with storage_errors(path):
                     write_json(path, json.loads(tokenizer.json))
     tokenizer = load_tokenizer(str(path))
@@ -245,7 +232,7 @@ def _sample(source: Source, period: int | None) -> Iterator[str]:
 
 
 # -------------------------------------------------------------------------------------------------- generated
-def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None) -> PreparedData:
+def _prepare_markov(config: MarkovDataConfig, report: Report) -> PreparedData:
     chain = MarkovChain(config)
     sizes = {"train": config.n_tokens, "valid": config.n_valid_tokens}
     recipe = {
@@ -254,54 +241,118 @@ def _prepare_markov(config: MarkovDataConfig, progress: ProgressCallback | None)
         "vocab_size": config.vocab_size,
         "eos_id": END,
     }
+    dtype, total = token_dtype(config.vocab_size), sum(sizes.values())
 
-    def check_room(cache: Path) -> None:
-        total = config.n_tokens + config.n_valid_tokens
-        n_bytes = total * token_dtype(config.vocab_size).itemsize
-        check_disk(cache, n_bytes, f"data=markov of {total:,} tokens", "lower data.n_tokens")
+    def write(directory: Path) -> dict[str, Any]:
+        meter, n_documents, n_tokens, splits = Meter("generating", report), 0, 0, {}
+        for stream, (split, wanted) in enumerate(sizes.items()):
+            writer = SplitWriter(directory, split, dtype)
+            for tokens, ends in chain.documents(stream):
+                room = min(len(tokens), wanted - writer.tokens)
+                ends = np.append(ends[ends < room], room)
+                writer.append(tokens[:room], ends, 0)
+                n_documents, n_tokens = n_documents + len(ends), n_tokens + room
+                meter.update(n_documents, n_tokens, n_tokens / total, finished=n_tokens == total)
+                if writer.tokens == wanted:
+                    break
+            splits[split] = writer.finish()
+        return splits
 
-    def write_shards(directory: Path) -> dict[str, Any]:
-        with storage_errors(directory):
-            return _generate(chain, sizes, directory, token_dtype(config.vocab_size), Meter("generating", progress))
-
-    directory, meta = write_once(config, recipe, check_room, write_shards, progress)
-    train, valid = (open_split(directory, meta, split) for split in SPLITS)
+    room = (total * dtype.itemsize, f"data=markov of {total:,} tokens", "lower data.n_tokens")
+    directory = _written_once(config, recipe, room, write, report)
     floor = chain.entropy_rate(reset_at_document=config.reset_at_document)
+    what, of_loss = (
+        f"generated text of {config.vocab_size:,} tokens' vocabulary",
+        f"no model can go below {floor:.4f} nats",
+    )
+    meaning = _key([recipe["source"], config.vocab_size])
+    return _open(directory, what, of_loss, token_fingerprint=meaning, entropy_floor_nats=floor)
+
+
+def _open(directory: Path, what: str, more: str, **about: Any) -> PreparedData:
+    meta = read_meta(directory)
+    train, valid = (ShardSet(directory, meta, split) for split in SPLITS)
     return PreparedData(
         train=train,
         valid=valid,
-        vocab_size=config.vocab_size,
-        eos_id=END,
+        vocab_size=meta["vocab_size"],
+        eos_id=meta["eos_id"],
         fingerprint=meta["fingerprint"],
-        token_fingerprint=key_of([recipe["source"], config.vocab_size]),
-        entropy_floor_nats=floor,
-        description=f"generated text of {config.vocab_size:,} tokens' vocabulary: {_sizes(train, valid)}; "
-        f"no model can go below {floor:.4f} nats",
+        description=f"{what}: {train.n_tokens:,} training and {valid.n_tokens:,} validation tokens; {more}",
         directory=directory,
-        tokenizer=None,
+        **about,
     )
 
 
-def _generate(
-    chain: MarkovChain, sizes: dict[str, int], directory: Path, dtype: np.dtype, meter: Meter
-) -> dict[str, Any]:
-    """Write so many tokens of each split to shards; returns the splits' shards for meta.json."""
-    n_documents, n_tokens, total = 0, 0, sum(sizes.values())
-    splits = {}
-    for stream, (split, wanted) in enumerate(sizes.items()):
-        writer = SplitWriter(directory, split, dtype, None)
-        for tokens, ends in chain.documents(stream):
-            room = min(len(tokens), wanted - writer.tokens)
-            ends = np.append(ends[ends < room], room)
-            writer.append(tokens[:room], ends, 0)
-            n_documents, n_tokens = n_documents + len(ends), n_tokens + room
-            meter.update(n_documents, n_tokens, n_tokens / total, finished=n_tokens == total)
-            if writer.tokens == wanted:
-                break
-        writer.finish()
-        splits[split] = [asdict(shard) for shard in writer.finished]
-    return splits
+# -------------------------------------------------------------------------------------------------- the cache
+def _written_once(
+    config: DataConfig,
+    recipe: dict[str, Any],
+    room: tuple[int, str, str],
+    write: Callable[[Path], dict[str, Any]],
+    report: Report,
+) -> Path:
+    """The directory for `recipe`. If it does not exist, one process writes it.
+
+    Args:
+        room: the least bytes that will be written; what needs them, and what would need fewer, for the message.
+        write: writes shards into a directory, and returns the splits for meta.json.
+    """
+    directory = _cache(config) / f"{config.name}-{_key([FORMAT_VERSION, recipe])}"
+    if not directory.is_dir():
+        with _locked(directory, report), storage_errors(directory):
+            if not directory.is_dir():
+                _remove_abandoned(directory.parent, report)
+                partial = directory.with_name(directory.name + PARTIAL)
+                if not partial.is_dir():
+                    _check_room(directory.parent, *room)
+                    partial.mkdir()
+                if not (partial / META).is_file():  # meta.json is written last
+                    write_meta(partial, {"format": FORMAT_VERSION, **recipe, "splits": write(partial)})
+                for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp"), *partial.glob(RECORD)]:
+                    leftover.unlink()
+                os.rename(partial, directory)
+    return directory
 
 
-def _sizes(train: ShardSet, valid: ShardSet) -> str:
-    return f"{train.n_tokens:,} training and {valid.n_tokens:,} validation tokens"
+def _check_room(cache: Path, n_bytes: int, what: str, remedy: str) -> None:
+    """Raise a StorageError if the disk of `cache` has fewer free bytes, before the first one is written."""
+    if n_bytes > (free := free_disk(cache)):
+        raise StorageError(
+            f"{what} needs {n_bytes / GIB:,.1f} GiB in {cache}, and {free / GIB:,.1f} GiB are free there",
+            f"{remedy}, free space, or set data.cache_dir on a larger disk",
+        )
+
+
+def _remove_abandoned(cache: Path, report: Report) -> None:
+    """Remove what killed preparations left. A living one writes into its directory every few seconds."""
+    for partial in cache.glob(f"*{PARTIAL}"):
+        if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
+            report(Progress(f"removing {partial}, which a killed preparation left", finished=True))
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """Hold the lock `<path>.lock`. Its file stays: removing it would let two processes hold a lock each."""
+    lock = FileLock(path.with_name(path.name + ".lock"))
+    with storage_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            report(Progress("waiting for another process that prepares the same data", finished=True))
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _cache(config: DataConfig) -> Path:
+    return Path(config.cache_dir).expanduser()
+
+
+def _key(content: Any) -> str:
+    """A short hash of `content`: everything that decides which tokens are written."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

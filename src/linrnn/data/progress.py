@@ -11,10 +11,10 @@ from linrnn.core.output import say
 
 @dataclass(frozen=True)
 class Progress:
-    """One progress report.
+    """One report of progress, or a remark. `str` gives one line: stage, documents, tokens, speed, time left.
 
     Attributes:
-        stage: what is being done, in words.
+        stage: what is being done, or the remark, in words.
         documents, tokens: done so far, including earlier attempts.
         tokens_per_second: of this attempt; 0 at its start.
         seconds_left: None if the end is unknown.
@@ -28,8 +28,19 @@ class Progress:
     seconds_left: float | None = None
     finished: bool = False
 
+    def __str__(self) -> str:
+        parts = [f"data: {self.stage}"]
+        if self.documents:
+            parts.append(
+                f"{self.documents:,} documents, {self.tokens:,} tokens, {self.tokens_per_second:,.0f} tokens/s"
+            )
+        if self.seconds_left is not None and not self.finished:
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"{minutes}:{seconds:02d} left")
+        return ", ".join(parts)
 
-ProgressCallback = Callable[[Progress], None]
+
+Report = Callable[[Progress], None]
 
 
 class Meter:
@@ -39,7 +50,7 @@ class Meter:
         tokens: done by earlier attempts.
     """
 
-    def __init__(self, stage: str, report: ProgressCallback | None, tokens: int = 0) -> None:
+    def __init__(self, stage: str, report: Report, tokens: int = 0) -> None:
         self._stage, self._report = stage, report
         self._start, self._tokens_at_start = time.monotonic(), tokens
         # A continued attempt learns only from its first report what share was done before.
@@ -47,21 +58,13 @@ class Meter:
 
     def update(self, documents: int, tokens: int, fraction: float | None, *, finished: bool = False) -> None:
         """Report; `fraction` is the share of all work that is done (None: unknown)."""
-        if self._report is None:
-            return
         now, left = time.monotonic(), None
         if fraction is not None:
-            self._base = self._base or (now, fraction)
-            base_time, base_fraction = self._base
+            base_time, base_fraction = self._base = self._base or (now, fraction)
             if fraction > base_fraction:
                 left = (now - base_time) * (1 - fraction) / (fraction - base_fraction)
         speed = (tokens - self._tokens_at_start) / max(now - self._start, 1e-9)
         self._report(Progress(self._stage, documents, tokens, speed, left, finished))
-
-    def remark(self, line: str) -> None:
-        """Report a line that is no progress."""
-        if self._report is not None:
-            self._report(Progress(line, finished=True))
 
 
 class ConsoleProgress:
@@ -78,16 +81,4 @@ class ConsoleProgress:
             return
         self._next = now + (0.2 if self._renews else 10.0)
         ends = "\n" if progress.finished or not self._renews else ""
-        say(("\r\x1b[K" if self._renews else "") + describe(progress), self._stream, ends)
-
-
-def describe(progress: Progress) -> str:
-    """One line: stage, documents, tokens, speed, time left."""
-    parts = [f"data: {progress.stage}"]
-    if progress.documents:
-        parts.append(f"{progress.documents:,} documents, {progress.tokens:,} tokens")
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.seconds_left is not None and not progress.finished:
-        minutes, seconds = divmod(round(progress.seconds_left), 60)
-        parts.append(f"{minutes}:{seconds:02d} left")
-    return ", ".join(parts)
+        say(("\r\x1b[K" if self._renews else "") + str(progress), self._stream, ends)

@@ -10,21 +10,34 @@ All but .parquet may be compressed (.xz, .gz, .bz2, .zst). Case does not matter 
 Text files give no document without any text. One of more than `LONGEST` characters is cut at a line end.
 """
 
+import bz2
 import codecs
 import glob
+import io
 import json
+import lzma
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import zstandard
 
 from linrnn.core.errors import DataError, first_line
-from linrnn.data.compression import DAMAGE, FORMATS, open_file, other_format, remedy_for
 
 LONGEST = 4 << 20  # characters of a document; tokenising takes about 130 bytes of memory for each
 BLANK_LINE = "blank_line"  # a separator: blank lines end a document, and belong to it, so no byte of the file is lost
-LINES = (".jsonl", ".ndjson", ".json")
+CHUNK = 1 << 16
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+    ".gz": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    ".bz2": bz2.BZ2Decompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),  # of zstd --long=31
+}
+DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 class Document(NamedTuple):
@@ -34,6 +47,7 @@ class Document(NamedTuple):
     fraction: float | None
 
 
+# ------------------------------------------------------------------------------------------------ which files
 def find_files(paths: str | list[str], key: str, say: Callable[[str], None] = lambda line: None) -> list[Path]:
     """The data files that one or several paths name: files, folders (searched to any depth, through links) or globs.
 
@@ -46,44 +60,51 @@ def find_files(paths: str | list[str], key: str, say: Callable[[str], None] = la
         say: told in one line what was left out, if anything was.
 
     Raises:
-        DataError: there is no data file, or one that is named is empty or of unknown type.
+        DataError: there is no data file, or one that is named is empty or cannot be read twice.
     """
     left_out: Counter[str] = Counter()
     found: list[Path] = []
     several = [paths] if isinstance(paths, str) else paths
     for pattern in several:
-        path = Path(pattern).expanduser()
+        path, before = Path(pattern).expanduser(), len(found)
         matches = [path] if os.path.exists(path) else _matching(path)
         if not matches:
-            raise DataError(
-                f"{key}={pattern} does not exist", f"give a file, folder or glob in {key}, or a list of them"
-            )
-        before = len(found)
+            remedy = f"give a file, folder or glob in {key}, or a list of them"
+            raise DataError(f"{key}={pattern} does not exist", remedy)
         for match in matches:
             if match.is_dir():
                 found += _in_folder(match, left_out)
-            elif path is match or not (why := _unfit(match)):
+            elif match is path or not (why := _unfit(match)):
                 found.append(match)
             else:
                 left_out[why] += 1
         if len(found) == before:
-            raise DataError(
-                f"{key}={pattern} holds no data files" + (f" ({_counted(+left_out)} left out)" if +left_out else ""),
-                f"put text, .jsonl or .parquet files there, or name the files in {key}",
-            )
+            counted = f" ({_counted(left_out)} left out)" if left_out else ""
+            remedy = f"put text, .jsonl or .parquet files there, or name the files in {key}"
+            raise DataError(f"{key}={pattern} holds no data files{counted}", remedy)
     once = {file.resolve(): file for file in reversed(found)}
     files = [file for file in found if once[file.resolve()] is file]
-    left_out["named twice"] += len(found) - len(files)
+    if len(files) < len(found):
+        left_out["named twice"] = len(found) - len(files)
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is no file that can be read twice", "save it to disk first")
-        if _kind(file) is None:
-            raise DataError(f"{file} is of unknown type", "decompress it: only .parquet files as such are read")
         if file.stat().st_size == 0:
             raise DataError(f"{file} is empty", f"remove it from {key} or fetch it again")
-    if +left_out:
-        say(f"left out of {', '.join(several)}: {_counted(+left_out)}")
+    if left_out:
+        say(f"left out of {', '.join(several)}: {_counted(left_out)}")
     return files
+
+
+def is_text(file: Path) -> bool:
+    """Whether a file is read as text, and not as rows."""
+    return _suffix(file) not in ROWS
+
+
+def _suffix(file: Path) -> str:
+    """The ending of a file's name without that of its compression, in lower case."""
+    name = Path(file.name.lower())
+    return Path(name.stem).suffix if name.suffix in DECOMPRESSORS else name.suffix
 
 
 def _matching(pattern: Path) -> list[Path]:
@@ -102,16 +123,16 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[tuple[Path, list[str
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read ({error.strerror})", "make it readable, or name other files")
 
-    read: set[tuple[int, int]] = set()
+    read: set[Path] = set()
     for place, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        state = os.stat(place)
-        if (state.st_dev, state.st_ino) in read:  # a link leads to a folder above, or a second one to the same
-            left_out["linked folders that are read already"] += 1
+        if (real := Path(place).resolve()) in read:  # a link leads to a folder above, or a second one to the same
             folders.clear()
             continue
-        read.add((state.st_dev, state.st_ino))
-        left_out["hidden folders"] += sum(name.startswith(".") for name in folders)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        read.add(real)
+        hidden = [name for name in folders if name.startswith(".")]
+        if hidden:
+            left_out["hidden folders"] += len(hidden)
+        folders[:] = sorted(set(folders) - set(hidden))
         yield Path(place), names
 
 
@@ -119,15 +140,16 @@ def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
     """The data files of a folder, sorted; what is left out is counted in `left_out`."""
     files: list[Path] = []
     for place, names in _walk(folder, left_out):
-        for name in names:
-            if why := _unfit(place / name):
+        for file in (place / name for name in names):
+            if why := _unfit(file):
                 left_out[why] += 1
             else:
-                files.append(place / name)
-    rows = any(_kind(file) != "text" for file in files)
-    kept = [file for file in files if not rows or _kind(file) != "text" or _plain_suffix(file) == ".txt"]
-    left_out.update(_ending(file) for file in set(files) - set(kept))
-    return sorted(kept)
+                files.append(file)
+    if not all(map(is_text, files)):
+        beside_rows = [file for file in files if is_text(file) and _suffix(file) != ".txt"]
+        left_out.update(map(_ending, beside_rows))
+        files = list(set(files) - set(beside_rows))
+    return sorted(files)
 
 
 def _unfit(file: Path) -> str | None:
@@ -138,30 +160,33 @@ def _unfit(file: Path) -> str | None:
         return "broken links" if file.is_symlink() else "special files"
     if file.stat().st_size == 0:
         return "empty"
-    fits = _kind(file) is not None and _plain_suffix(file) != ".json"
-    return (
-        None if fits and (_kind(file) != "text" or _plain_suffix(file) == ".txt" or _is_text(file)) else _ending(file)
-    )
+    known = _suffix(file) == ".txt" or (_suffix(file) in ROWS and _suffix(file) != ".json")
+    return None if known or (is_text(file) and _begins_as_text(file)) else _ending(file)
 
 
-def _is_text(file: Path) -> bool:
+def _begins_as_text(file: Path) -> bool:
     """Whether a file begins as UTF-8 without a zero byte."""
     try:
         with open_file(file) as (content, _):
             start = content.read(1 << 12)
         codecs.getincrementaldecoder("utf-8")().decode(start)
-    except (UnicodeDecodeError, DataError, *DAMAGE):
+    except (UnicodeDecodeError, *DAMAGE):
         return False
     return b"\0" not in start
 
 
+def _ending(file: Path) -> str:
+    return "".join(file.suffixes[-2:] if file.suffix.lower() in DECOMPRESSORS else file.suffixes[-1:]) or "no ending"
+
+
 def _counted(left_out: Counter[str]) -> str:
     """Such as `3 .png, 1 hidden`; beyond six kinds, the rest in one number."""
-    kinds = [f"{n:,} {what}" for what, n in left_out.most_common(6)]
-    rest = left_out.total() - sum(n for _, n in left_out.most_common(6))
-    return ", ".join(kinds) + (f", {rest:,} of other kinds" if rest else "")
+    most = left_out.most_common(6)
+    rest = left_out.total() - sum(n for _, n in most)
+    return ", ".join([f"{n:,} {what}" for what, n in most] + [f"{rest:,} of other kinds"] * bool(rest))
 
 
+# ------------------------------------------------------------------------------------------- their documents
 def read_documents(files: list[Path], text_field: str, separator: str | None = None) -> Iterator[Document]:
     """The documents of all files, in order.
 
@@ -176,37 +201,10 @@ def read_documents(files: list[Path], text_field: str, separator: str | None = N
     sizes = [file.stat().st_size for file in files]
     total, done = sum(sizes), 0
     for file, size in zip(files, sizes, strict=True):
-        kind = _kind(file)
-        if kind == "text":
-            documents = _read_text(file, separator)
-        else:
-            documents = (_read_parquet if kind == "parquet" else _read_lines_of_json)(file, text_field)
+        documents = _read_text(file, separator) if is_text(file) else ROWS[_suffix(file)](file, text_field)
         for text, position in documents:
             yield Document(text, (done + position) / total)
         done += size
-
-
-def is_text(file: Path) -> bool:
-    """Whether a file is read as text, and not as rows."""
-    return _kind(file) == "text"
-
-
-def _plain_suffix(file: Path) -> str:
-    """The ending of a file's name without that of its compression, in lower case."""
-    name = file.name.lower()
-    return Path(name.removesuffix(Path(name).suffix) if Path(name).suffix in FORMATS else name).suffix
-
-
-def _ending(file: Path) -> str:
-    return "".join(file.suffixes[-2:] if file.suffix.lower() in FORMATS else file.suffixes[-1:]) or "without ending"
-
-
-def _kind(file: Path) -> str | None:
-    """How a file is read: as lines of JSON, parquet or text; None: a compressed .parquet file cannot be."""
-    suffix = _plain_suffix(file)
-    if suffix == ".parquet":
-        return None if file.suffix.lower() in FORMATS else "parquet"
-    return "lines" if suffix in LINES else "text"
 
 
 def cut_place(text: str, near: int, window: int) -> int:
@@ -230,8 +228,8 @@ def _read_text(path: Path, separator: str | None) -> Iterator[tuple[str, int]]:
         if separator not in (None, BLANK_LINE) and held.find(separator, unseen) >= 0:
             *whole, held = held.split(separator)
         *more, held = _pieces(held)
-        yield from ((text, position) for document in whole for text in _pieces(document) if text.strip())
-        yield from ((text, position) for text in more if text.strip())
+        pieces = [*(piece for document in whole for piece in _pieces(document)), *more]
+        yield from ((text, position) for text in pieces if text.strip())
     if held.strip():
         yield held, position
 
@@ -250,23 +248,14 @@ def _read_lines_of_json(path: Path, text_field: str) -> Iterator[tuple[str, int]
     for number, line, position in _read_lines(path):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where, remedy = f"{path}, line {number}", 'each line must be an object like {"text": "…"} (jq -c .[] writes so)'
         try:
             record = json.loads(line, parse_int=float)  # Python's int refuses one of 4,301 digits
-        except ValueError as error:
-            remedy = (
-                "write each object in one line, as jq -c .[] does"
-                if line.strip() in "[{"
-                else "correct or remove that line"
-            )
-            raise DataError(f"{where}: not JSON: {error}", remedy) from None
-        except RecursionError:
-            raise DataError(f"{where}: JSON nested too deeply", "correct or remove that line") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {first_line(error)}", remedy) from None
         if not isinstance(record, dict):
-            raise DataError(f"{where}: not a JSON object", 'each line must be like {"text": "…"} (jq -c .[] writes so)')
-        if text_field not in record:
-            raise _no_field(where, text_field, list(record))
-        yield checked_text(record[text_field], where, text_field), position
+            raise DataError(f"{where}: not a JSON object", remedy)
+        yield text_of(record, text_field, where), position
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
@@ -275,34 +264,30 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise _no_field(str(path), text_field, file.schema_arrow.names)
-            size, row, n_rows = path.stat().st_size, 0, file.metadata.num_rows
-            for batch in file.iter_batches(columns=[text_field]):
-                for text in batch.column(0).to_pylist():
+            names, size, row = file.schema_arrow.names, path.stat().st_size, 0
+            columns = [text_field] if text_field in names else names
+            for batch in file.iter_batches(columns=columns):
+                for record in batch.to_pylist():
                     row += 1
-                    yield checked_text(text, f"{path}, row {row}", text_field), size * row // n_rows
+                    yield text_of(record, text_field, f"{path}, row {row}"), size * row // file.metadata.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not an intact parquet file: {error}", "fetch the file again") from None
+        raise DataError(f"{path} is not an intact parquet file: {error}", "unpack it or fetch it again") from None
 
 
-_TYPES = {
-    type(None): "null",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}
+ROWS = {".parquet": _read_parquet, **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_lines_of_json)}
 
 
-def checked_text(text: Any, where: str, text_field: str) -> str:
-    """`text`, after a check that it is a string that UTF-8 can encode."""
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: {text_field} is {_TYPES.get(type(text), type(text).__name__)}, not text",
-            "correct it, or name another data.text_field",
-        )
+def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
+    """The text of a row.
+
+    Raises:
+        DataError: it has no field `text_field`, or that is no string that UTF-8 can encode.
+    """
+    if text_field not in record:
+        raise DataError(f"{where} has no field {text_field!r}", f"set data.text_field to one of: {', '.join(record)}")
+    if not isinstance(text := record[text_field], str):
+        remedy = "correct it, or name another data.text_field"
+        raise DataError(f"{where}: {text_field} is of type {type(text).__name__}, not text", remedy)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -311,24 +296,75 @@ def checked_text(text: Any, where: str, text_field: str) -> str:
     return text
 
 
-def _no_field(where: str, text_field: str, there: list[str]) -> DataError:
-    return DataError(f"{where} has no field {text_field!r}", f"set data.text_field to one of: {', '.join(there)}")
-
-
 def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
     """For each line: its number (from 1), its text with the line end, and the bytes of the file read so far."""
     number = 0
     try:
         with open_file(path) as (content, raw):
-            for line in content:
-                number += 1
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield number, text, raw.tell()
+            for number, line in enumerate(content, start=1):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8"), raw.tell()
     except UnicodeDecodeError as error:
-        if held := other_format(path) if path.suffix.lower() not in FORMATS else None:
-            raise DataError(f"{path} holds {held}, not text", remedy_for(held)) from None
-        raise DataError(f"{path}, line {number}: not UTF-8: {error}", "convert the file to UTF-8") from None
+        remedy = f"convert it to UTF-8; the name of a compressed file ends with {', '.join(DECOMPRESSORS)}"
+        raise DataError(f"{path}, line {number}: not UTF-8: {error}", remedy) from None
     except DAMAGE as error:
-        raise DataError(
-            f"{path} is corrupt or cut short after line {number}: {first_line(error)}", "fetch the file again"
-        ) from None
+        cause = f"{path} is corrupt or cut short after line {number}: {first_line(error)}"
+        raise DataError(cause, "fetch the file again, or give it the ending of what it holds") from None
+
+
+# ------------------------------------------------------------------------------------------ compressed or not
+@contextmanager
+def open_file(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """A file's content, decompressed if its name says that it is compressed, and the file itself.
+
+    Raises:
+        DAMAGE: one of these errors, while reading.
+    """
+    new = DECOMPRESSORS.get(path.suffix.lower())
+    with open(path, "rb") as raw:
+        yield (io.BufferedReader(_Decompressed(raw, new), 1 << 20) if new else raw), raw
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of a file's content, decompressed if its name says that it is compressed.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with open_file(path) as (content, _):
+            return content.read()
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}", "fetch the file again") from None
+
+
+class _Decompressed(io.RawIOBase):
+    """All streams of a compressed file, one after another. The libraries' own readers pass over what is damaged."""
+
+    def __init__(self, raw: BinaryIO, new: Callable[[], Any]) -> None:
+        self._pieces, self._ready = _decompressed(raw, new), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if (piece := next(self._pieces, None)) is None:
+                return 0
+            self._ready = memoryview(piece)
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+
+def _decompressed(raw: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
+    data = raw.read(CHUNK)
+    while data:
+        stream = new()
+        while not stream.eof:
+            if not (data := data or raw.read(CHUNK)):
+                raise EOFError("a stream has no end")
+            yield stream.decompress(data)
+            data = b""
+        data = stream.unused_data.lstrip(b"\0")  # streams may be padded with zeros
+        while not data and (chunk := raw.read(CHUNK)):
+            data = chunk.lstrip(b"\0")

@@ -14,10 +14,10 @@ Documents are packed one after another. A document lies in one shard; a block of
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,12 @@ class SplitWriter:
 
     A writer made with a state cuts off whatever was written after that state was taken. The same documents therefore
     give the same bytes, however often the work was interrupted.
+
+    Attributes:
+        finished: the shards that are complete.
     """
 
-    def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None) -> None:
+    def __init__(self, directory: Path, split: str, dtype: np.dtype, state: dict[str, Any] | None = None) -> None:
         self._directory, self._split, self._dtype = directory, split, dtype
         state = state or {"finished": [], "open": {"tokens": 0, "documents": 0, "bytes": 0}}
         self.finished = [ShardMeta(**shard) for shard in state["finished"]]
@@ -120,18 +123,18 @@ class SplitWriter:
     def commit(self) -> dict[str, Any]:
         """Make everything appended so far durable, and return the state that continues from here."""
         for file in (self._ids_file, self._ends_file):
-            file.flush()
-            os.fsync(file.fileno())
+            _flush(file)
         shard = {"tokens": self._tokens, "documents": self._documents, "bytes": self._bytes}
         return {"finished": [asdict(done) for done in self.finished], "open": shard}
 
-    def finish(self) -> None:
-        """Close the last shard. The writer is done; `finished` lists every shard."""
+    def finish(self) -> list[dict[str, Any]]:
+        """Close the last shard. The writer is done. Returns the entries of all shards for meta.json."""
         if self._tokens:
             self._finish_shard()
         else:
             self.close()
             self._path(".bin").unlink()
+        return [asdict(shard) for shard in self.finished]
 
     def close(self) -> None:
         """Close the files. Without `finish` before, everything written after the last `commit` is lost."""
@@ -151,24 +154,19 @@ class SplitWriter:
     def _finish_shard(self) -> None:
         self.commit()
         self.close()
-        ids_path, ends_path = self._path(".bin"), self._path(".ends.npy")
-        with open(ends_path, "wb") as file:
+        ids, ends = self._path(".bin"), self._path(".ends.npy")
+        with open(ends, "wb") as file:
             np.save(file, np.fromfile(self._path(".ends.part"), dtype="<i8"))
-            file.flush()
-            os.fsync(file.fileno())
-        self.finished.append(
-            ShardMeta(
-                file=ids_path.name,
-                tokens=self._tokens,
-                documents=self._documents,
-                bytes=self._bytes,
-                size=ids_path.stat().st_size,
-                sha256=sha256(ids_path),
-                ends_size=ends_path.stat().st_size,
-                ends_sha256=sha256(ends_path),
-            )
-        )
+            _flush(file)
+        counts = (self._tokens, self._documents, self._bytes)
+        of_ends = (ends.stat().st_size, sha256(ends))
+        self.finished.append(ShardMeta(ids.name, *counts, ids.stat().st_size, sha256(ids), *of_ends))
         self._tokens = self._documents = self._bytes = 0
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _open_at(path: Path, size: int) -> Any:
@@ -181,39 +179,38 @@ def _open_at(path: Path, size: int) -> Any:
     return open(path, "ab")
 
 
-@dataclass(frozen=True)
 class ShardSet:
     """All tokens of one split as one long, memory-mapped sequence.
 
-    Attributes:
+    Args:
         directory: where the shards are.
+        meta: the content of its meta.json.
+        split: "train" or "valid".
+
+    Attributes:
         fingerprint: hex; identifies the whole prepared data set and this split of it.
         dtype: type of the token ids on disk.
         shards: the entries of meta.json.
+
+    Raises:
+        DataError: a shard is missing, or has not the size that meta.json records.
     """
 
-    directory: Path
-    fingerprint: str
-    dtype: np.dtype
-    shards: Sequence[ShardMeta]
-    _tokens: list[np.ndarray] = field(init=False, repr=False, compare=False)
-    _starts: np.ndarray = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Check that every shard exists with the size that meta.json records, and map it."""
+    def __init__(self, directory: Path, meta: dict[str, Any], split: str) -> None:
+        self.directory, self.fingerprint = directory, f"{meta['fingerprint']}-{split}"
+        self.dtype = token_dtype(meta["vocab_size"])
+        self.shards = [ShardMeta(**shard) for shard in meta["splits"][split]]
         for shard in self.shards:
-            for name, size in ((shard.file, shard.size), (shard.ends_file, shard.ends_size)):
-                path = self.directory / name
+            for path, size in ((directory / shard.file, shard.size), (directory / shard.ends_file, shard.ends_size)):
                 if not path.is_file():
                     raise _broken(path, "is missing")
                 if path.stat().st_size != size:
                     raise _broken(path, f"has {path.stat().st_size:,} bytes, meta.json says {size:,}")
             if shard.size != shard.tokens * self.dtype.itemsize:
-                raise _broken(self.directory / META, f"contradicts itself about {shard.file}")
+                raise _broken(directory / META, f"contradicts itself about {shard.file}")
         # Plain arrays over the mapping: each slice of an np.memmap costs microseconds of Python.
-        tokens = [np.asarray(np.memmap(self.directory / s.file, self.dtype, "r")) for s in self.shards]
-        object.__setattr__(self, "_tokens", tokens)
-        object.__setattr__(self, "_starts", np.cumsum([0] + [shard.tokens for shard in self.shards]))
+        self._tokens = [np.asarray(np.memmap(directory / s.file, self.dtype, "r")) for s in self.shards]
+        self._starts = np.cumsum([0] + [shard.tokens for shard in self.shards])
 
     @property
     def n_tokens(self) -> int:
@@ -281,7 +278,7 @@ class ShardSet:
         Only shards that a validation pass of `max_tokens` reads are checked. Returns the difference in words, or None
         if every shard agrees.
         """
-        for shard, start, tokens in zip(self.shards, self._starts[:-1], self._tokens, strict=True):
+        for shard, start, tokens in zip(self.shards, self._starts, self._tokens, strict=False):
             if max_tokens is not None and start > max_tokens:
                 break
             pieces = (tokens[first : first + COUNTED_TOKENS] for first in range(0, len(tokens), COUNTED_TOKENS))
@@ -317,12 +314,6 @@ def read_meta(directory: Path) -> dict[str, Any]:
     if fingerprint != _fingerprint(meta):
         raise _broken(path, "was altered after it was written")
     return {**meta, "fingerprint": fingerprint}
-
-
-def open_split(directory: Path, meta: dict[str, Any], split: str) -> ShardSet:
-    """Map one split of a prepared data set."""
-    shards = [ShardMeta(**shard) for shard in meta["splits"][split]]
-    return ShardSet(directory, f"{meta['fingerprint']}-{split}", token_dtype(meta["vocab_size"]), shards)
 
 
 def _fingerprint(meta: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ A source yields documents, always in the same order. Its `identity` changes when
 
 import hashlib
 import json
-import os
 import re
 import sys
 import sysconfig
@@ -14,19 +13,18 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from linrnn.config.schema import HubDataConfig, StdlibDataConfig, TextDataConfig, TokenizedDataConfig
 from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
-from linrnn.data.compression import FORMATS
-from linrnn.data.readers import Document, checked_text, cut_place, find_files, is_text, read_documents
+from linrnn.data.readers import DECOMPRESSORS, Document, cut_place, find_files, is_text, read_documents, text_of
 from linrnn.data.shards import write_json
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
-class Source(Protocol):
+class Source:
     """Text in documents.
 
     Attributes:
@@ -35,22 +33,19 @@ class Source(Protocol):
         has_validation: whether the source has its own validation documents.
         remote: whether reading may fail for a passing reason, so that a second attempt makes sense.
         remarks: lines for the user, about what is not read.
+        text_bytes: about how many bytes all documents are as plain text; None if only reading would tell.
     """
 
     description: str
     identity: dict[str, Any]
-    has_validation: bool
-    remote: bool
-    remarks: Sequence[str]
-
-    @property
-    def text_bytes(self) -> int | None:
-        """About how many bytes all documents are as plain text; None if only reading would tell."""
-        ...
+    has_validation = False
+    remote = False
+    remarks: Sequence[str] = ()
+    text_bytes: int | None = None
 
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of "train", or of "valid" if the source has its own."""
-        ...
+        raise NotImplementedError
 
 
 def make_source(config: TokenizedDataConfig) -> Source:
@@ -59,35 +54,28 @@ def make_source(config: TokenizedDataConfig) -> Source:
         return StdlibSource()
     if isinstance(config, TextDataConfig):
         return TextSource(config)
-    if isinstance(config, HubDataConfig):
-        return HubSource(config)
-    raise TypeError(f"no source for {type(config).__name__}")
+    assert isinstance(config, HubDataConfig), config
+    return HubSource(config)
 
 
-class TextSource:
+class TextSource(Source):
     """`data=text`: local files.
 
     Without `valid_path`, documents that are many and stand alone (rows, or whole files) leave it to the tokenisation to
     hold out every k-th. Else the end of the text is held out here: `valid_fraction` of its characters.
     """
 
-    remote = False
-
     def __init__(self, config: TextDataConfig) -> None:
         self._text_field, self._separator = config.text_field, config.document_separator
         remarks: list[str] = []
-        self.remarks: Sequence[str] = remarks
+        self.remarks = remarks
         self._files = {"train": find_files(config.path, "data.path", remarks.append)}
         if config.valid_path is not None:
             self._files["valid"] = find_files(config.valid_path, "data.valid_path", remarks.append)
         files = [file for of_split in self._files.values() for file in of_split]
-        hashes = FileHashes(Path(config.cache_dir).expanduser())
-        self.identity: dict[str, Any] = {
-            "source": "text",
-            "text_field": config.text_field,
-            **{split: [hashes.of(file) for file in files] for split, files in self._files.items()},
-        }
-        hashes.save()
+        hashes = dict(zip(files, file_hashes(files, config.cache_dir), strict=True))
+        self.identity = {"source": "text", "text_field": config.text_field}
+        self.identity |= {split: [hashes[file] for file in of_split] for split, of_split in self._files.items()}
         if any(map(is_text, files)):
             self.identity["document_separator"] = self._separator
         elif self._separator is not None:
@@ -96,17 +84,13 @@ class TextSource:
             )
             raise ConfigError(cause, "leave data.document_separator out")
         self._held_out = 0.0
-        if (
-            config.valid_path is None
-            and config.valid_fraction
-            and not self._stand_alone(round(1 / config.valid_fraction))
-        ):
+        if config.valid_path is None and config.valid_fraction and not self._stand_alone(1 / config.valid_fraction):
             self._held_out = self.identity["end_held_out"] = config.valid_fraction
         self.has_validation = config.valid_path is not None or self._held_out > 0
-        plain = all(is_text(file) and file.suffix.lower() not in FORMATS for file in files)
-        self.text_bytes = sum(file.stat().st_size for file in files) if plain else None
+        if all(is_text(file) and file.suffix.lower() not in DECOMPRESSORS for file in files):
+            self.text_bytes = sum(file.stat().st_size for file in files)
         paths = [config.path] if isinstance(config.path, str) else config.path
-        self.description = f"{', '.join(paths)} ({_count(len(self._files['train']), 'file')})"
+        self.description = f"{', '.join(paths)} ({_files(len(self._files['train']))})"
 
     def documents(self, split: str) -> Iterator[Document]:
         if not self._held_out:
@@ -133,11 +117,11 @@ class TextSource:
     def _read(self, split: str) -> Iterator[Document]:
         return read_documents(self._files[split], self._text_field, self._separator)
 
-    def _stand_alone(self, count: int) -> bool:
-        """Whether the training text has at least `count` documents that are whole files or rows."""
+    def _stand_alone(self, count: float) -> bool:
+        """Whether the training text has at least `count` (rounded) documents that are whole files or rows."""
         if any(map(is_text, self._files["train"])):
-            return self._separator is None and len(self._files["train"]) >= count
-        return sum(1 for document in islice((d for d in self._read("train") if d.text), count)) == count
+            return self._separator is None and len(self._files["train"]) >= round(count)
+        return sum(1 for _ in islice((d for d in self._read("train") if d.text), round(count))) == round(count)
 
     @cached_property
     def _characters(self) -> tuple[int, int]:
@@ -146,62 +130,61 @@ class TextSource:
         return total, max(1, round(total * self._held_out))
 
 
-class StdlibSource:
+class StdlibSource(Source):
     """`data=stdlib`: the .py files of the running interpreter's library, without its tests. Each file is one
     document."""
 
-    has_validation = False
-    remote = False
-    remarks: Sequence[str] = ()
-
     def __init__(self) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = (file for file in root.rglob("*.py") if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts))
-        texts = ((file.relative_to(root).as_posix(), _utf8_text(file)) for file in sorted(files))
-        self._texts = {name: text for name, text in texts if text is not None}
+        self._texts: dict[str, str] = {}
+        for file in sorted(root.rglob("*.py")):
+            if NOT_LIBRARY.isdisjoint((name := file.relative_to(root)).parts):
+                with suppress(UnicodeDecodeError):  # a handful of old modules declare another encoding
+                    self._texts[name.as_posix()] = file.read_bytes().decode("utf-8")
         if not self._texts:
             raise DataError(f"{root} holds no Python sources", "use data=markov or data=text")
         self.text_bytes = sum(map(len, self._texts.values()))
         digest = hashlib.sha256(json.dumps(self._texts).encode()).hexdigest()
         self.identity = {"source": "stdlib", "files": len(self._texts), "sha256": digest}
         version = ".".join(map(str, sys.version_info[:3]))
-        self.description = f"Python {version}'s library ({_count(len(self._texts), 'file')})"
+        self.description = f"Python {version}'s library ({_files(len(self._texts))})"
 
     def documents(self, split: str) -> Iterator[Document]:
         for done, text in enumerate(self._texts.values(), start=1):
             yield Document(text, done / len(self._texts))
 
 
-class HubSource:
+class HubSource(Source):
     """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout."""
 
     remote = True
-    remarks: Sequence[str] = ()
-    text_bytes = None
 
     def __init__(self, config: HubDataConfig) -> None:
         self._config = config
-        self._split_names = {"train": config.train_split}
+        self._splits = {"train": config.train_split}
         if config.valid_split is not None:
-            self._split_names["valid"] = config.valid_split
+            self._splits["valid"] = config.valid_split
         self.has_validation = config.valid_split is not None
-        self._starts = None if config.document_start is None else _compiled(config.document_start)
-        self.identity: dict[str, Any] = {
+        try:
+            self._starts = None if config.document_start is None else re.compile(config.document_start)
+        except re.error as error:
+            cause = f"data.document_start={config.document_start!r} is not a regular expression: {error}"
+            raise ConfigError(cause, "correct it, or use null to make each row a document") from None
+        self.identity = {
             "source": "hub",
             "path": config.path,
             "subset": config.subset,
-            "splits": self._split_names,
+            "splits": self._splits,
             "text_field": config.text_field,
             "document_start": config.document_start,
             "empty_row": config.empty_row,
         }
-        local = Path(config.path).expanduser()
-        if local.is_dir():
-            hashes = FileHashes(Path(config.cache_dir).expanduser())
-            files = (file for file in sorted(local.rglob("*")) if file.is_file())
-            content = [[file.relative_to(local).as_posix(), hashes.of(file)] for file in files]
-            hashes.save()
-            self.identity |= {"path": None, "files": content}
+        self._local = Path(config.path).expanduser()
+        if self._local.is_dir():
+            files = [file for file in sorted(self._local.rglob("*")) if file.is_file()]
+            names = [file.relative_to(self._local).as_posix() for file in files]
+            hashes = file_hashes(files, config.cache_dir)
+            self.identity |= {"path": None, "files": [list(pair) for pair in zip(names, hashes, strict=True)]}
         subset = "" if config.subset is None else f", {config.subset}"
         self.description = f"{config.path}{subset}, {config.train_split}"
 
@@ -211,9 +194,8 @@ class HubSource:
         Rows before the first match belong to the first document.
         """
         rows: list[str] = []
-        matched = False
-        fraction = None
-        for text, fraction in self._rows(self._split_names[split]):
+        matched, fraction = False, None
+        for text, fraction in self._rows(self._splits[split]):
             if self._starts is None:
                 yield Document(text, fraction)
                 continue
@@ -227,36 +209,27 @@ class HubSource:
             yield Document("".join(rows), fraction)
 
     def _rows(self, split: str) -> Iterator[Document]:
-        config = self._config
-        dataset = self._load(split)
+        config, dataset = self._config, self._load(split)
         n_rows = len(dataset) if hasattr(dataset, "__len__") else None  # unknown when streaming
         where = f"{config.path}, split {split}"
         try:
             for number, row in enumerate(dataset, start=1):
-                if config.text_field not in row:
-                    raise DataError(
-                        f"{where} has no field {config.text_field!r}",
-                        f"set data.text_field to one of: {', '.join(row)}",
-                    )
-                text = checked_text(row[config.text_field], f"{where}, row {number}", config.text_field)
+                text = text_of(row, config.text_field, f"{where}, row {number}")
                 yield Document(text or config.empty_row, None if n_rows is None else number / n_rows)
         except LinrnnError:
             raise
         except Exception as error:  # datasets, hub and network errors share no base class
-            raise DataError(
-                f"reading {where} failed: {first_line(error)}",
-                "run the same command again: preparation continues",
-            ) from error
+            remedy = "run the same command again: preparation continues"
+            raise DataError(f"reading {where} failed: {first_line(error)}", remedy) from error
 
     def _load(self, split: str) -> Any:
         import datasets
 
-        config = self._config
-        local = Path(config.path).expanduser().is_dir()
-        path = str(Path(config.path).expanduser()) if local else config.path
+        config, local = self._config, self._local.is_dir()
         try:
             # Streaming reads a local directory in place. Otherwise `datasets` would copy it to its own cache.
-            splits = datasets.load_dataset(path, config.subset, streaming=config.streaming or local)
+            path, streaming = (str(self._local), True) if local else (config.path, config.streaming)
+            splits = datasets.load_dataset(path, config.subset, streaming=streaming)
         except Exception as error:  # datasets, hub and network errors share no base class
             raise DataError(
                 f"cannot load {config.path} ({config.subset}): {first_line(error)}",
@@ -270,43 +243,24 @@ class HubSource:
         return splits[split]
 
 
-class FileHashes:
-    """sha256 of files, remembered in the cache directory by absolute path, size and modification time."""
+def file_hashes(files: Sequence[Path], cache_dir: str) -> list[str]:
+    """sha256 of files. They are remembered in the cache directory by absolute path, size and modification time.
 
-    def __init__(self, cache_dir: Path) -> None:
-        self._path = cache_dir / "file_hashes.json"
-        self._known: dict[str, str] = {}
-        with suppress(OSError, ValueError, TypeError, RecursionError):
-            self._known = dict(json.loads(self._path.read_text(encoding="utf-8")))
-
-    def of(self, file: Path) -> str:
-        stat = file.stat()
-        key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        if key not in self._known:
-            self._known[key] = sha256(file)
-        return self._known[key]
-
-    def save(self) -> None:
-        """Save the hashes for the next time. If the directory cannot be written they are computed again then."""
+    If the cache directory cannot be written they are computed again the next time.
+    """
+    record = Path(cache_dir).expanduser() / "file_hashes.json"
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        known = dict(json.loads(record.read_text(encoding="utf-8")))
+    stats = [(file, file.stat()) for file in files]
+    keys = [f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}" for file, stat in stats]
+    if new := {key: sha256(file) for file, key in zip(files, keys, strict=True) if key not in known}:
+        known |= new
         with suppress(OSError):
-            os.makedirs(self._path.parent, exist_ok=True)
-            write_json(self._path, self._known)
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_json(record, known)
+    return [known[key] for key in keys]
 
 
-def _utf8_text(file: Path) -> str | None:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:  # a handful of old modules declare another encoding
-        return None
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        cause = f"data.document_start={pattern!r} is not a regular expression: {error}"
-        raise ConfigError(cause, "correct it, or use null to make each row a document") from None
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
+def _files(n: int) -> str:
+    return f"{n:,} file{'' if n == 1 else 's'}"

@@ -12,10 +12,8 @@ import hashlib
 import json
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linrnn.core.errors import DataError, first_line
-from linrnn.data.compression import FORMATS, read_bytes
+from linrnn.data.readers import DECOMPRESSORS, read_bytes
 
 FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -73,10 +71,8 @@ class Tokenizer:
         try:
             self._tokenizer = HfTokenizer.from_str(json_text)
         except Exception as error:  # the library raises a bare Exception
-            raise DataError(
-                f"{name} is not a Hugging Face tokenizers JSON: {first_line(error)}",
-                "give a tokenizer.json as written by tokenizers or transformers",
-            ) from None
+            cause = f"{name} is not a Hugging Face tokenizers JSON: {first_line(error)}"
+            raise DataError(cause, "give a tokenizer.json as written by tokenizers or transformers") from None
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -84,22 +80,18 @@ class Tokenizer:
         if isinstance(self._tokenizer.model, models.BPE):
             self.dropout = self._tokenizer.model.dropout or None
             self._tokenizer.model.dropout = None
-        self._dropped: dict[str, bool] = {}
-        self.json = json_text
-        self.name = name
+        self.json, self.name = json_text, name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{name} has an empty vocabulary", "give a trained tokenizer")
         if eos_token is not None and eos_token not in vocabulary:
-            raise DataError(
-                f"the end token {eos_token!r} of {name} is not in its vocabulary",
-                f"correct eos_token in its {' or '.join(SETTINGS)}",
-            )
+            cause = f"the end token {eos_token!r} of {name} is not in its vocabulary"
+            raise DataError(cause, f"correct eos_token in its {' or '.join(SETTINGS)}")
+        if eos_token is None and guess:
+            eos_token = next((known for known in EOS_NAMES if known in vocabulary), None)
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.eos_token = eos_token
-        if eos_token is None and guess:
-            self.eos_token = next((known for known in EOS_NAMES if known in vocabulary), None)
-        self.eos_id: int | None = None if self.eos_token is None else vocabulary[self.eos_token]
+        self.eos_id: int | None = None if eos_token is None else vocabulary[eos_token]
         self.hash = hashlib.sha256(f"{self.eos_id}\n{json_text}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -117,53 +109,22 @@ class Tokenizer:
             ) from None
         return [encoding.ids for encoding in encodings]
 
-    def dropped(self, texts: Iterable[str]) -> Counter[str]:
-        """How often texts have characters, but for white space, of which no token or not all bytes remain."""
-        if self._keeps_all:
-            return Counter()
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(text)
-        return Counter({c: n for c, n in counts.items() if not c.isspace() and self._drops(c)})
-
-    def _drops(self, character: str) -> bool:
-        if character not in self._dropped:
-            text = 3 * character  # a vocabulary may have it at the beginning of a word alone, or at the end
-            try:
-                ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            except Exception:  # a tokenizer that refuses unknown text drops none
-                ids = [0]
-            self._dropped[character] = not ids or ("\ufffd" in self.decode(ids) and character != "\ufffd")
-        return self._dropped[character]
-
-    @cached_property
-    def _keeps_all(self) -> bool:
-        """Whether every byte has a token of its own, and nothing takes characters away before that."""
-        vocabulary, content = self._tokenizer.get_vocab(with_added_tokens=False), json.loads(self.json)
-        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled", "Replace"}
-        if not takes_away.isdisjoint(_types(content.get("normalizer"))):
-            return False
-        if "ByteLevel" in _types(content.get("decoder")):
-            return vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
-        return vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-
-    def files(self) -> dict[str, str]:
-        """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""
-        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        settings["eos_token"] = self.eos_token
-        return {"tokenizer.json": self.json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
-
-    def without_dropout(self) -> "Tokenizer":
-        """The same tokenizer, whose files ask for no dropout. Other libraries apply what a tokenizer.json asks for."""
-        if self.dropout is None:
-            return self
-        content = json.loads(self.json)
-        content["model"]["dropout"] = None
-        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token, guess=False)
-
     def encode(self, text: str) -> list[int]:
         """Token ids of one text."""
         return self.encode_batch([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def knows_every_byte(self) -> bool:
+        """Whether there is a token for each byte, and no normalizer that takes characters away before."""
+        content = json.loads(self.json)
+        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled", "Replace"}
+        bytelevel = "ByteLevel" in _types(content.get("decoder"))
+        every = pre_tokenizers.ByteLevel.alphabet() if bytelevel else [f"<0x{byte:02X}>" for byte in range(256)]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        return takes_away.isdisjoint(_types(content.get("normalizer"))) and vocabulary.keys() >= set(every)
 
     def token_bytes(self) -> TokenBytes | None:
         """The bytes of each token, or None if the tokenizer is neither byte-level nor has byte fallback.
@@ -187,31 +148,27 @@ class Tokenizer:
             of_ids[self.eos_id] = 0
         return TokenBytes(of_ids, int(of_ids[self.encode("a")].sum()) - 1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+    def files(self) -> dict[str, str]:
+        """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings["eos_token"] = self.eos_token
+        return {FILE: self.json, SETTINGS[0]: json.dumps(settings, indent=2) + "\n"}
+
+    def without_dropout(self) -> "Tokenizer":
+        """The same tokenizer, whose files ask for no dropout. Other libraries apply what a tokenizer.json asks for."""
+        if self.dropout is None:
+            return self
+        content = json.loads(self.json)
+        content["model"]["dropout"] = None
+        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token, guess=False)
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """Load a tokenizer.
-
-    Args:
-        spec: a .json file, also compressed; a directory that holds a tokenizer.json; or the name of a hub repository.
-
-    Raises:
-        DataError: the tokenizer does not exist, cannot be fetched, or cannot be parsed.
-    """
-    path = Path(spec).expanduser()
-    if path.is_file():
-        return _load(path, str(path))
-    if not path.is_dir():
-        named = path.suffix == ".json" or path.suffix in FORMATS
-        if named or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
-            raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
-        path = _fetch_from_hub(spec)
-    files = [path / f"{FILE}{suffix}" for suffix in ("", *FORMATS)]
-    if not (there := [file for file in files if file.is_file()]):
-        raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
-    return _load(there[0], spec)
+def _types(part: dict[str, Any] | None) -> Iterator[str]:
+    """The type of a decoder or normalizer, and the types of its parts."""
+    if part is not None:
+        yield part["type"]
+        for inner in part.get("decoders", part.get("normalizers", ())):
+            yield from _types(inner)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -235,12 +192,39 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(bpe.to_str(), f"byte-level BPE of {bpe.get_vocab_size():,} entries trained here")
 
 
-def _types(part: dict[str, Any] | None) -> Iterator[str]:
-    """The type of a decoder or normalizer, and the types of its parts."""
-    if part is not None:
-        yield part["type"]
-        for inner in part.get("decoders", part.get("normalizers", ())):
-            yield from _types(inner)
+def load_tokenizer(spec: str) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        spec: a .json file, also compressed; a directory that holds a tokenizer.json; or the name of a hub repository.
+
+    Raises:
+        DataError: the tokenizer does not exist, cannot be fetched, or cannot be parsed.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return _load(path, str(path))
+    if not path.is_dir():
+        named = path.suffix == ".json" or path.suffix in DECOMPRESSORS
+        if named or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+            raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
+        path = _fetch_from_hub(spec)
+    for file in (path / f"{FILE}{suffix}" for suffix in ("", *DECOMPRESSORS)):
+        if file.is_file():
+            return _load(file, spec)
+    raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
+
+
+def _fetch_from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[FILE, *SETTINGS, "config.json"]))
+    except Exception as error:  # requests, hub and validation errors share no base class
+        raise DataError(
+            f"tokenizer {name} is neither a local file nor available from the hub: {first_line(error)}",
+            "check the name and the connection, or give a local tokenizer.json, or null to train one here",
+        ) from None
 
 
 def _load(file: Path, name: str) -> Tokenizer:
@@ -248,44 +232,16 @@ def _load(file: Path, name: str) -> Tokenizer:
         content = read_bytes(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"tokenizer {file} is not UTF-8: {error}", "fetch the file again") from None
-    beside = [file.with_name(settings) for settings in SETTINGS]
-    if not file.name.startswith(FILE) or not any(path.is_file() for path in beside):
-        return Tokenizer(content, name)
-    config, special = (_settings(path) for path in beside)
-    if "added_tokens_decoder" not in config:  # where transformers reads the other file too, which then decides
-        config |= special
-    if "eos_token" in config:
-        return Tokenizer(content, name, _end_token(config["eos_token"], name), guess=False)
-    return Tokenizer(content, name, _default_end_token(content, file.parent), guess=False)
+    if file.name.startswith(FILE) and any(file.with_name(settings).is_file() for settings in SETTINGS):
+        return Tokenizer(content, name, _end_token_of_transformers(content, file.parent), guess=False)
+    return Tokenizer(content, name)
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}", "correct or remove that file") from None
-    if not isinstance(settings, dict):
-        raise DataError(f"{path} is no JSON object", "correct or remove that file")
-    return settings
-
-
-def _end_token(value: Any, name: str) -> str | None:
-    """The end token as settings write it: a string, null, or an AddedToken written out."""
-    token = value.get("content") if isinstance(value, dict) else value
-    if isinstance(token, str) or value is None:
-        return token
-    raise DataError(
-        f"eos_token of tokenizer {name} is {json.dumps(value)}, not one token", "write it as a string or null"
-    )
-
-
-def _default_end_token(content: str, directory: Path) -> str | None:
-    """The end token of a tokenizer whose settings name none: that of its class in transformers, as GPT-2's has one."""
+def _end_token_of_transformers(content: str, directory: Path) -> str | None:
+    """The end token of a tokenizer.json with the settings in `directory`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with tempfile.TemporaryDirectory() as copy:
+    with tempfile.TemporaryDirectory() as copy:  # the tokenizer.json may be compressed there
         Path(copy, FILE).write_text(content, encoding="utf-8")
         for name in (*SETTINGS, "config.json"):
             if (directory / name).is_file():
@@ -293,22 +249,9 @@ def _default_end_token(content: str, directory: Path) -> str | None:
         for loader in (AutoTokenizer, PreTrainedTokenizerFast):  # the second if its class is not transformers' own
             try:
                 return loader.from_pretrained(copy, local_files_only=True, trust_remote_code=False).eos_token
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as failure:
+            except Exception as failure:  # whatever the settings hold reaches the classes unchecked
                 error = failure
     raise DataError(
         f"transformers cannot read the settings of the tokenizer in {directory} ({first_line(error)})",
         f"correct its {' or '.join(SETTINGS)}, or write eos_token there",
     )
-
-
-def _fetch_from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(name, allow_patterns=[FILE, *SETTINGS, "config.json"])
-    except Exception as error:  # requests, hub and validation errors share no base class
-        raise DataError(
-            f"tokenizer {name} is neither a local file nor available from the hub: {first_line(error)}",
-            "check the name and the connection, or give a local tokenizer.json, or null to train one here",
-        ) from None
-    return Path(folder)
