@@ -274,8 +274,7 @@ def _says_unknown(
     assert dry_run.seconds_of_run(plan, arch) is None
     point = points._foresee(points.Point((), plan.config, Path("nowhere"), "label"))
     assert (point.memory_bytes, point.seconds, point.refusal) == (None, None, None)
-    monkeypatch.setattr("linrnn.config.load_config", lambda overrides: plan.config)
-    assert max_batch._look_ahead([], GIB).peaks is None
+    assert max_batch._look_ahead(plan.config, GIB, 1)[1] is None
 
 
 def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
