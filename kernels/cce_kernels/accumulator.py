@@ -57,7 +57,8 @@ class Accumulator:
             value = like.new_empty(shape, dtype=summed_in)
         self.value = value
         lost_shape = shape if lost_rows is None else (lost_rows, *shape[1:])
-        self.lost = like.new_empty(lost_shape, dtype=torch.int8) if compensated(dtype, accumulate) else None
+        keeps = compensated(dtype, accumulate) and lost_rows != 0
+        self.lost = like.new_empty(lost_shape, dtype=torch.int8) if keeps else None
         self.empty = True
 
     def add(self, part: Tensor) -> None:

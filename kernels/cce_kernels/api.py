@@ -7,20 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import (
-    PRESETS,
-    check_flags,
-    check_inputs,
-    gradients_wanted,
-    make_options,
-    product_dtype,
-    shifted,
-    weights_of_rows,
-)
+from .arguments import PRESETS, checked
 from .filter.rule import FilterStats
 from .operators import cross_entropy
 from .parallel.dtensors import any_distributed, loss_of_dtensors
-from .row_math import mean_metrics, of_targets, reduce_loss, without_rows
+from .row_math import mean_metrics, of_targets
 
 __all__ = ["PRESETS", "linear_cross_entropy"]
 
@@ -155,32 +146,18 @@ def linear_cross_entropy(
             reduction=reduction, shift=shift, return_lse=return_lse, return_metrics=return_metrics,
             return_stats=return_stats, preset=preset, **numbers,
         )  # fmt: skip
-    options = make_options(preset, numbers)
-    check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
-    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift)
-    weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
-
-    if shift:  # moves the targets instead of e, which would need a copy of e
-        targets = shifted(targets, shift, ignore_index)
-    shape, flat = targets.shape, targets if targets.dim() == 1 else targets.reshape(-1)
-    stats = FilterStats.empty(e.device) if return_stats else None
-    needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
-    if flat.numel():
-        loss, lse, metrics = cross_entropy(
-            e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights,
-            ignore_index, product_dtype(e, c), reduction, return_lse, return_metrics, needs, *options.values(),
-        )  # fmt: skip
-    else:
-        lse = without_rows(e, c, bias, main_grad_c)
-        loss, _ = reduce_loss(lse, flat, reduction)
-        metrics = lse.detach().expand(2, 0)
-
+    inputs, call, shape = checked(
+        e, c, targets, bias, token_weights, main_grad_c, numbers, preset=preset, ignore_index=ignore_index,
+        reduction=reduction, shift=shift, return_lse=return_lse, return_metrics=return_metrics,
+        return_stats=return_stats,
+    )  # fmt: skip
+    loss, lse, metrics = cross_entropy(inputs, call)
     loss = of_targets(loss, shape, shift) if reduction == "none" else loss
     extras: tuple[Any, ...] = (of_targets(lse, shape, shift),) if return_lse else ()
     if metrics is not None and return_metrics:
-        extras = (*extras, mean_metrics(metrics.detach(), flat, ignore_index))
-    if stats is not None:
-        extras = (*extras, FilterStats.report(stats))
+        extras = (*extras, mean_metrics(metrics.detach(), inputs.targets, call.ignore_index))
+    if inputs.stats is not None:
+        extras = (*extras, FilterStats.report(inputs.stats))
     return (loss, *extras) if extras else loss
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import fields
 from functools import lru_cache
 from numbers import Real
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .backends import refuse_device
-from .derivative import refuse_transforms
-from .options import Options
+from .filter.rule import FilterStats
+from .options import NAMES, Call, Inputs, Options, Place
 from .runtime.devices import without_values
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,27 +34,64 @@ _PRESET_DEFAULTS = {
     "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
     "accumulate": "kahan",
 }  # fmt: skip
-_NAMES = tuple(field.name for field in fields(Options))
-NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
-NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
+_NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
+_NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
 
 
-def product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
+def checked(
+    e: Tensor,
+    c: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_weights: Tensor | None,
+    main_grad_c: Tensor | None,
+    options: dict[str, Any],
+    *,
+    preset: str | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    shift: int = 0,
+    return_lse: bool = False,
+    return_metrics: bool = False,
+    return_stats: bool = False,
+    place: Place | None = None,
+) -> tuple[Inputs, Call, torch.Size]:
+    """The tensors of a call with rows in one dimension, all else about it, and the shape of the targets (...).
+
+    The only visit to the checks. The arguments are those of `linear_cross_entropy`; options are the fields of
+    `Options`, by name. Over several ranks (`place`) the row losses are reduced later (parallel/api.py).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
+    """
+    o = make_options(preset, options)
+    check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
+    vocab = None if place is None else sum(place.shards)
+    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+    weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
+    if shift:  # moves the targets instead of e, which would need a copy of e
+        targets = shifted(targets, shift, ignore_index)
+    wanted = torch.is_grad_enabled()
+    needs = wanted and e.requires_grad, wanted and c.requires_grad, wanted and bias is not None and bias.requires_grad
+    uniform = reduction != "none" and not return_lse
+    inputs = Inputs(
+        e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, targets if targets.dim() == 1 else targets.reshape(-1),
+        bias, main_grad_c if needs[1] else None, FilterStats.empty(e.device) if return_stats else None, weights,
+    )  # fmt: skip
+    call = Call(
+        o, _product_dtype(e, c), ignore_index, reduction if place is None else "none", uniform,
+        return_lse if place is None else not uniform, return_metrics, needs, place,
+    )  # fmt: skip
+    return inputs, call, targets.shape
+
+
+def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     """The dtype in which e and c are multiplied: autocast's, or the promoted dtype of both."""
     device = e.device.type
     if not e.is_meta and torch.is_autocast_enabled(device):  # torch has no autocast on meta
         return torch.get_autocast_dtype(device)
     return e.dtype if e.dtype == c.dtype else torch.promote_types(e.dtype, c.dtype)
-
-
-def gradients_wanted(
-    e: Tensor, c: Tensor, bias: Tensor | None, main_grad_c: Tensor | None
-) -> tuple[list[bool], Tensor | None]:
-    """Whether gradients of e, c and bias are wanted; and main_grad_c, or None where c needs no gradient."""
-    wanted = torch.is_grad_enabled()
-    needs = [wanted and x is not None and x.requires_grad for x in (e, c, bias)]
-    return needs, main_grad_c if needs[1] else None
 
 
 def make_options(preset: str | None, options: dict[str, Any]) -> Options:
@@ -76,8 +112,8 @@ def make_options(preset: str | None, options: dict[str, Any]) -> Options:
 
 def _checked_options(preset: str | None, **options: Any) -> Options:
     for name, value in options.items():
-        if name not in _NAMES:  # of the functions that take options as keywords
-            raise TypeError(f"{name}: is no option; the options are {', '.join(_NAMES)}")
+        if name not in NAMES:  # of the functions that take options as keywords
+            raise TypeError(f"{name}: is no option; the options are {', '.join(NAMES)}")
         if isinstance(value, Tensor):
             raise ValueError(
                 f"{name}: must be a number, because options get no gradient; got a tensor. Give its .item(). A "
@@ -208,6 +244,20 @@ def _check_inputs(
     return targets, ignore_index
 
 
+def refuse_transforms(*gradients: Tensor | None) -> None:
+    """Raise a RuntimeError inside a transform of torch.func, and for batched gradients.
+
+    A kernel cannot read the memory of their tensors.
+    """
+    functorch = torch._C._functorch
+    batched = any(x is not None and functorch.is_legacy_batchedtensor(x) for x in gradients)
+    if batched or functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "cce_kernels: torch.func transforms (vmap, grad, jvp, …) and batched gradients (is_grads_batched) are not "
+            "supported; give all rows to one call, and take gradients with backward() or torch.autograd.grad"
+        )
+
+
 def check_reduction_and_shift(reduction: Any, shift: int, targets: Tensor) -> None:
     """Raise a ValueError if there is no such reduction, or if shift moves the targets (...) too far."""
     if reduction not in REDUCTIONS:
@@ -269,9 +319,9 @@ def check_option(name: str, x: Any) -> None:
         return
     if name in FLAGS:
         check_flags(**{name: x})
-    elif name in NUMBERS and (isinstance(x, bool) or not isinstance(x, Real)):
+    elif name in _NUMBERS and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name}: must be a number, got {_kind(x)}")
-    elif name in NUMBERS_OR_NONE and x is not None and (isinstance(x, bool) or not isinstance(x, Real)):
+    elif name in _NUMBERS_OR_NONE and x is not None and (isinstance(x, bool) or not isinstance(x, Real)):
         raise TypeError(f"{name}: must be a number or None, got {_kind(x)}")
 
 

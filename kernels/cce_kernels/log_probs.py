@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_flags, check_inputs, check_tensor, gradients_wanted, make_options, product_dtype, shifted
+from .arguments import check_flags, check_tensor, checked
 from .operators import cross_entropy
 from .options import MIB
 from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
-from .row_math import of_targets, without_rows
+from .row_math import of_targets
 
 
 def linear_log_probs(
@@ -63,32 +63,24 @@ def linear_log_probs(
             linear_log_probs, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, shift=shift,
             temperature=temperature, return_entropy=return_entropy, **numbers,
         )  # fmt: skip
-    o = make_options(None, numbers)
+    inputs, call, shape = checked(
+        e, c, targets, bias, None, main_grad_c, numbers, ignore_index=ignore_index, reduction="none", shift=shift
+    )
     check_flags(return_entropy=return_entropy)
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: must be a number, got {type(temperature).__name__}")
     if not 0 < temperature < inf:
         raise ValueError(f"temperature: must be positive and finite, got {temperature}")
-    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, "none", shift)
     if temperature != 1:  # softcap · tanh(x / softcap) / T = softcap / T · tanh((x / T) / (softcap / T))
-        t = float(temperature)
+        t, o = float(temperature), call.options
         o = replace(o, logit_scale=o.logit_scale / t, softcap=None if o.softcap is None else o.softcap / t)
-        bias = None if bias is None else bias.float() / t
-    if shift:
-        targets = shifted(targets, shift, ignore_index)
-    shape, flat = targets.shape, targets.reshape(-1)
-    needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
-    if not flat.numel():
-        nothing = of_targets(without_rows(e, c, bias, main_grad_c), shape, shift)
-        return (nothing, nothing) if return_entropy else nothing
-    losses, _, metrics = cross_entropy(
-        e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, None, None, ignore_index, product_dtype(e, c), "none",
-        False, return_entropy, needs, *o.values(),
-    )  # fmt: skip
+        call = call._replace(options=o)
+        inputs = inputs._replace(bias=None if bias is None else bias.float() / t)
+    losses, _, metrics = cross_entropy(inputs, call._replace(with_metrics=return_entropy))
     log_probs = of_targets(-losses, shape, shift)
     if metrics is None or not return_entropy:
         return log_probs
-    return log_probs, of_targets(metrics[1].masked_fill(flat == ignore_index, 0), shape, shift)
+    return log_probs, of_targets(metrics[1].masked_fill(inputs.targets == call.ignore_index, 0), shape, shift)
 
 
 @torch.no_grad()
@@ -112,13 +104,15 @@ def predicted_tokens(
     Raises:
         TypeError, ValueError: an argument has the wrong type or value. The message starts with its name.
     """
-    options = make_options(None, {"logit_scale": logit_scale, "workspace_mib": workspace_mib})
     check_tensor("e", e)
     if any_distributed(c, bias):
         c, bias = plain_heads(c, bias, None)
-    check_inputs(e, c, e.new_zeros(e.shape[:-1], dtype=torch.long), bias, None, -100, "none", 0)
-    dtype = product_dtype(e, c)
-    rows, weight = e.reshape(-1, e.shape[-1]).to(dtype), c.to(dtype)
+    inputs, call, shape = checked(
+        e, c, e.new_zeros(e.shape[:-1], dtype=torch.long), bias, None, None,
+        {"logit_scale": logit_scale, "workspace_mib": workspace_mib},
+    )  # fmt: skip
+    options, dtype = call.options, call.dtype
+    rows, weight = inputs.e.to(dtype), c.to(dtype)
     entry = dtype.itemsize + (0 if bias is None else 4)  # a bias is added in fp32
     size = max(1, int((options.workspace_mib or 64) * MIB) // (len(weight) * entry))
     found = rows.new_empty(len(rows), dtype=torch.long)
@@ -131,4 +125,4 @@ def predicted_tokens(
         else:
             torch.argmax(logits, dim=-1, out=out)
         del logits  # before the next block's
-    return found.view(e.shape[:-1])
+    return found.view(shape)

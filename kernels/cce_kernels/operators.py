@@ -1,432 +1,465 @@
-"""The loss as custom operators, opaque to torch.compile, and their derivative.
+"""The loss and its derivative: called directly where possible, else as custom operators, opaque to torch.compile.
 
-`cross_entropy` returns loss, log-sum-exps and metrics. If gradients are wanted, its operator also returns the state of
-the backward pass. The scheme (planner.py; backends/in_torch.py on CPUs) follows from shapes, dtypes and options alone.
-So the fake kernels know every output's shape.
+One rank is a group of one: it exchanges nothing. Which scheme a call takes follows from shapes, dtypes and options
+alone (planner.py; backends/in_torch.py on CPUs). So the operators' fake kernels know every output's shape. Operators
+over several ranks communicate, so all ranks must run the same graph, as with torch's own collectives.
+
+saved.py lists what the forward pass keeps for the backward pass. runtime/program.py repeats passes without Python.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .arguments import refuse_transforms
 from .backends import backend_of, refuse_given_back, restored
-from .derivative import differentiable, empty_gradient, stored_dtypes
-from .filter.rule import FilterStats
-from .options import Options, options_of
+from .filter.rule import FilterStats, Rule
+from .options import Call, Inputs
+from .parallel.rows import AllRows, upstream_of_all
+from .parallel.sharding import Reduced, Spread, chunk_rows
 from .planner import Plan, Problem, skips_ignored
-from .row_math import assemble_loss, where_it_counts
-from .runtime.devices import kernels_on
+from .row_math import assemble_loss, reduce_loss, where_it_counts, without_rows
+from .runtime.devices import kernels_on, without_values
 from .runtime.interpreter import INTERPRETED
-from .runtime.state import State, filled, present, used_up
+from .saved import GradientSums, Saved
 
 # torch knows operators by name. A second copy of this package (a Hub kernel) must not replace these. A graph that
 # torch.compile keeps on disk holds the plan of one backend, and must not be found by the other.
 NAMESPACE = str(__package__).replace(".", "_") + ("_interpreted" if INTERPRETED else "")
-# The fields of Options in order: the last inputs of most operators.
-OPTIONS = (
-    "float? softcap, float logit_scale, float label_smoothing, float z_loss, float? filter_eps, bool filter_unbiased, "
-    "float? filter_mass, bool filter_e, bool filter_c, bool filter_if_faster, str accumulate, float? workspace_mib"
+NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
+DIFFERENT = (
+    "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; use reduction='none', and "
+    "multiply each row's loss by its own factor"
 )
-# e: (N, D). c: (V, D). targets: (N,) int64. bias: (V,). main_grad_c: (V, D) fp32, dC is added to it.
-# stats: (5,) fp32, written (filter.rule.FilterStats). dtype: of the products. reduction: of the row losses.
-# weights: (N,) fp32, what each row's loss is multiplied by. reduction "mean" divides by their sum.
-# with_lse: whether log-sum-exps are wanted; if not, those of ignored rows are undefined.
-# needs: whether gradients of e, c and bias are wanted.
-INPUTS = (
-    "Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
-    "int ignore_index, ScalarType dtype, str reduction, bool with_lse, bool with_metrics, bool[] needs"
-)
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
 
 
-def _cross_entropy(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    main_grad_c: Tensor | None,
-    stats: Tensor | None,
-    weights: Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-    reduction: str,
-    with_lse: bool,
-    with_metrics: bool,
-    needs: list[bool],
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None, State, Plan | None]:
-    """Loss, () or (N,), LSE (N,), metrics (2, N) or None, all fp32; and state and plan of the backward pass.
+class Results(NamedTuple):
+    """What a forward pass returns."""
 
-    The state has no entries, and the plan is None, if no gradient is wanted.
+    loss: Tensor  # () or, of each row, (N,), fp32
+    lse: Any  # (N,) fp32; may be None if not wanted
+    metrics: Tensor | None  # (2, N) fp32 (row_math.Rows)
+    saved: Any  # Saved; None if no gradient is wanted
+    plan: Plan | None
+
+
+class Upstream(NamedTuple):
+    """The gradients that a backward pass starts from; None for 0."""
+
+    loss: Tensor | None  # () or (N,)
+    lse: Tensor | None = None  # (N,)
+    metrics: Tensor | None = None  # (2, N); the second row, of the entropies, counts
+
+
+def cross_entropy(x: Inputs, call: Call) -> tuple[Tensor, Any, Tensor | None]:
+    """Loss, () or (N,), LSE (N,) and metrics (2, N), fp32, differentiable in e, c and bias.
+
+    LSE that are not wanted may be None. Metrics that are not wanted are None, or empty under torch.compile. On one rank
+    the entropies have a gradient, too. It takes four products, also where the plan has stored exponentials.
     """
-    o = options_of(*options)
-    backend = backend_of(e)
-    with kernels_on(e):
-        # Before any computation, because it refuses a workspace that is too small.
-        plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
-        o = o if plan is None else plan.options(o)
-        e_as, c_as = backend.prepare(e, dtype), backend.prepare(c, dtype)
-        bias = None if bias is None else bias.contiguous()
-        state: State = []
-        dtypes = stored_dtypes(e.dtype, c, bias, main_grad_c, needs)
-        columns, z_target = backend.find_targets(e_as, c_as, bias, targets, ignore_index, o, not with_lse)
-        if plan is not None and plan.rows:
-            rows, state = backend.three_products.forward(
-                e_as, c_as, columns, plan.rows, dtypes, with_metrics, o, z_target=z_target, with_lse=with_lse,
-                weights=weights, bias=bias, skip=_skips(e, c, bias, with_lse),
+    if not x.targets.numel():
+        lse = without_rows(x.e, x.c, x.bias, x.main_grad_c)
+        return reduce_loss(lse, x.targets, call.reduction)[0], lse, lse.expand(2, 0)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and not without_values(x.e):  # the dispatcher takes longer than a small problem
+        return _Direct.apply(x.e, x.c, x.bias, x, call)
+    if compiling and x.stats is not None:
+        from .runtime.compiler import uncompiled  # imported late: it imports torch's compiler, which takes 2 s
+
+        return uncompiled(cross_entropy, x, call)
+    loss, lse, metrics, _ = _forward_op(*x, call.handle())
+    return loss, lse, metrics
+
+
+# ------------------------------------------------------------------------------------------------------------ forward
+def _forward(x: Inputs, call: Call) -> Results:
+    """The results for this rank's rows."""
+    backend, place = backend_of(x.e), call.place
+    with kernels_on(x.e):
+        plan = _plan(x, call)  # before any computation, because it refuses a workspace that is too small
+        o, rows = (call.options, 0) if plan is None else (plan.options(call.options), plan.rows)
+        bias = None if x.bias is None else x.bias.contiguous()
+        ranks = None if place is None else AllRows(x, call, rows)
+        if ranks is None:
+            e, c = backend.prepare(x.e, call.dtype), backend.prepare(x.c, call.dtype)
+            columns, z_target = backend.find_targets(e, c, bias, x.targets, call.ignore_index, o, not call.with_lse)
+            here = standing = columns
+        else:
+            e, c, columns, here, standing, z_target = ranks.e, ranks.c, ranks.columns, ranks.here, ranks.standing, None
+        held = sums = None
+        lists: Sequence[Tensor] = ()
+        if rows and ranks is None:
+            found, held, sums = backend.three_products.forward(
+                e, c, columns, rows, _stored_dtypes(x, call), call.with_metrics, o, z_target=z_target,
+                with_lse=call.with_lse, weights=x.weights, bias=bias, skip=_skips(x, call),
+            )  # fmt: skip
+        elif rows and ranks is not None:
+            here = standing
+            found, held, sums = backend.three_products.forward(
+                e, c, here, ranks.spread.chunk, _stored_dtypes(x, call), call.with_metrics, replace(o, z_loss=0.0),
+                ranks.settle(x.weights, o), ranks.arrive, with_lse=call.with_lse, bias=bias,
             )  # fmt: skip
         elif plan is not None and plan.capacity:
-            rows, state = backend.select.forward(e_as, c_as, columns, plan.capacity, with_metrics, o, z_target)
+            found, lists = backend.select.forward(e, c, columns, plan.capacity, call.with_metrics, o, z_target)
         else:
-            rows = backend.forward(e_as, c_as, bias, columns, with_metrics, o, z_target)
-        loss, counted = backend.reduce_loss(assemble_loss(rows, columns, o), columns, reduction, weights)
+            found = backend.forward(e, c, bias, standing, call.with_metrics, o, z_target)
+            found = found if ranks is None else ranks.whole(found)
+        losses, lse, metrics, mine = assemble_loss(found, columns, o), found.lse, found.metrics, columns
+        if ranks is not None and ranks.spread.own:
+            losses, lse, mine = (ranks.spread.mine(of_all) for of_all in (losses, lse, columns))
+            metrics = None if metrics is None else ranks.spread.mine(metrics.T).T.contiguous()
+        loss, counted = backend.reduce_loss(losses, mine, call.reduction, x.weights)
     if plan is None:
-        return loss, rows.lse, rows.metrics, [], None
-    # A custom operator must not return an input, so the state holds e and c only if they were copied.
-    copies = [None if x_as is x else x_as for x, x_as in ((e, e_as), (c, c_as))]
-    return loss, rows.lse, rows.metrics, [counted, columns, rows.lost, *copies, *state], plan
+        return Results(loss, lse, metrics, None, None)
+    # A custom operator must not return an input, nor one tensor twice.
+    saved = Saved(
+        columns, None if ranks is None else here, counted, None if lse is found.lse else found.lse, found.lost,
+        None if e is x.e else e, None if c is x.c else c, held, sums, lists,
+    )  # fmt: skip
+    return Results(loss, lse, metrics, saved, plan)
 
 
-# Indices among a call's results: loss, LSE, metrics, divisor of the mean, columns, what LSE lost, copies of e and c,
-# stored state.
-COUNTED, COPIES, STORED = 3, 6, 8
-
-
-def _cross_entropy_again(*inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None, State, Plan | None]:
-    """`_cross_entropy`, repeated if this kind of call has a program (runtime/program.py). Unwanted LSE is then None."""
-    backend = backend_of(inputs[0])
-    if backend.program is None or not backend.program.saves_plainly():
-        return _cross_entropy(*inputs)
-    tensors, with_lse, calls = inputs[:7], inputs[10], backend.program.CALLS
-    kind = backend.program.kind_of(*tensors, (*inputs[7:12], *inputs[12], *inputs[13:]))  # inputs[12] is a list
-    program = calls.find(kind)
-    if program is not None:
-        with kernels_on(inputs[0]):
-            made = program.run(tensors, inputs[0])
-        lse = program.result(1, made) if with_lse else None
-        return program.taken(0, made), lse, program.taken(2, made), made, program.beside
-    with calls.tape(kind) as tape:
-        loss, lse, metrics, state, plan = _cross_entropy(*inputs)
-    if plan is None or not plan.capacity:
-        results = [loss, lse, metrics, *state]
-        sums = STORED + (backend.three_products.SUMS if plan is not None and plan.rows else 0)
-        own = (loss, lse if with_lse else None, metrics, *results[COPIES : STORED + 1], *results[sums:])  # at STORED: w
-        calls.keep(kind, tape, tensors, [x for x in own if x is not None], results, plan)
-    return loss, lse, metrics, state, plan
-
-
-_cross_entropy_op = torch.library.custom_op(
-    f"{NAMESPACE}::cross_entropy",
-    filled(_cross_entropy),
-    mutates_args=(),
-    schema=f"({INPUTS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor[])",
-)
-
-
-def _fake_cross_entropy(
-    e, c, targets, bias, main_grad_c, stats, weights, ignore_index, dtype, reduction, with_lse, with_metrics, needs,
-    *options,
-):  # fmt: skip
-    o = options_of(*options)
-    plan = _plan(e, c, bias, main_grad_c, dtype, _uniform(reduction, with_lse), needs, o)
-    lse = e.new_empty(e.shape[0], dtype=torch.float32)
-    loss = torch.empty_like(lse) if reduction == "none" else lse.new_empty(())
-    metrics = lse.new_empty((2, e.shape[0])) if with_metrics else None
+def _fake_forward(x: Inputs, call: Call) -> Results:
+    """`_forward` in shapes alone."""
+    backend, place, plan = backend_of(x.e), call.place, _plan(x, call)
+    (n_rows, dim), vocab = x.e.shape, x.c.shape[0]
+    lse = x.e.new_empty(n_rows, dtype=torch.float32)
+    loss = torch.empty_like(lse) if call.reduction == "none" else lse.new_empty(())
+    metrics = lse.new_empty((2, n_rows)) if call.with_metrics else None
     if plan is None:
-        return loss, lse, metrics, [], None
-    backend = backend_of(e)
-    copies = []
-    for x in (e, c):
-        x_as = backend.prepare(x, dtype)
-        copies.append(None if x_as is x else x_as)
-    state = []
+        return Results(loss, lse, metrics, None, None)
+    own = place is not None and place.own
+    all_rows = n_rows * (len(place.shards) if place is not None and own else 1)
+    whole = x.e.new_empty(all_rows, dim, dtype=call.dtype) if own else x.e
+    e, c = backend.prepare(whole, call.dtype), backend.prepare(x.c, call.dtype)
+    held = sums = None
+    lists: Sequence[Tensor] = ()
     if plan.rows:
-        state = backend.three_products.empty_state(
-            e if copies[0] is None else copies[0], c, plan.rows, stored_dtypes(e.dtype, c, bias, main_grad_c, needs), o,
-            with_lse=with_lse, skip=_skips(e, c, bias, with_lse),
+        chunk = plan.rows if place is None else chunk_rows(plan.rows, len(place.shards), place.own)
+        held, sums = backend.three_products.empty_state(
+            e, x.c, chunk, _stored_dtypes(x, call), plan.options(call.options), with_lse=call.with_lse,
+            skip=_skips(x, call),
         )  # fmt: skip
     elif plan.capacity:
-        state = backend.select.empty_state(targets, int(c.shape[1]), int(c.shape[0]), plan.capacity, o)
-    counted = None
-    if reduction == "mean":
-        counted = (targets if weights is None else lse).new_empty(())
-    lost = None if plan.rows or plan.capacity else torch.empty_like(lse)
-    return loss, lse, metrics, [counted, torch.empty_like(targets), lost, *copies, *state], plan
+        lists = backend.select.empty_lists(x.targets, int(dim), int(vocab), plan.capacity, plan.options(call.options))
+    counted = (x.targets if x.weights is None else lse).new_empty(()) if call.reduction == "mean" else None
+    columns, here = x.targets.new_empty(all_rows), None if place is None else x.targets.new_empty(all_rows)
+    lost = None if plan.rows or plan.capacity else lse.new_empty(all_rows)
+    saved = Saved(
+        columns, here, counted, lse.new_empty(all_rows) if own else None, lost, None if e is x.e else e,
+        None if c is x.c else c, held, sums, lists,
+    )  # fmt: skip
+    return Results(loss, lse, metrics, saved, plan)
 
 
-_cross_entropy_op.register_fake(filled(_fake_cross_entropy))
+def _plan(x: Inputs, call: Call) -> Plan | None:
+    """The plan of the backward pass; None if no gradient is wanted.
 
-
-def _recompute(
-    grad_rows: Tensor,
-    grad_lse: Tensor | None,
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    main_grad_c: Tensor | None,
-    stats: Tensor | None,
-    lse: Tensor,
-    lost: Tensor | None,
-    columns: Tensor,
-    width: int,
-    dtype_e: torch.dtype | None,
-    dtype_c: torch.dtype | None,
-    dtype_bias: torch.dtype | None,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of e, c and bias from recomputed logits, `width` columns at a time; empty where no dtype is given.
-
-    grad_rows: () or (N,), dL/d(row loss), with the row's weight. entropy, grad_entropy: (N,) fp32, each row's entropy
-    and dL/d(entropy); None where it has no gradient. lost: (N,) fp32 or None, as in `row_math.Rows`.
+    Over several ranks it is the largest shard's. All ranks follow it, because they need the same chunks. A filter over
+    shards always recomputes the logits, so it is never faster than exact gradients.
     """
-    refuse_given_back(e=e, c=c, bias=bias, main_grad_c=main_grad_c)
-    o = options_of(*options)
-    recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
+    if not any(call.needs):
+        return None
+    o, place = call.options, call.place
+    n_rows, vocab, (dtype_e, dtype_c, _) = int(x.e.shape[0]), int(x.c.shape[0]), _dtypes(x, call, main_grad=False)
+    exact = place is not None and o.filter_if_faster
+    if place is not None:
+        n_rows, vocab = n_rows * (len(place.shards) if place.own else 1), max(place.shards)
+        dtype_e, o = dtype_e and torch.float32, o.without_filter() if exact else o
+    problem = Problem(
+        n_rows, int(x.e.shape[1]), vocab, call.dtype, dtype_e, dtype_c,  # int() fixes a compiled graph to these sizes
+        x.main_grad_c is not None, call.uniform, x.bias is not None, sharded=place is not None,
+    )  # fmt: skip
+    plan = backend_of(x.e).plan(problem, x.e, o)
+    return plan if place is None else replace(plan, capacity=0, exact=exact)
+
+
+def _skips(x: Inputs, call: Call) -> bool:
+    """Whether three products leave out ignored rows."""
+    (n_rows, dim), vocab = x.e.shape, x.c.shape[0]
+    return call.place is None and skips_ignored(int(n_rows), int(dim), int(vocab), x.bias is not None, call.with_lse)
+
+
+def _dtypes(x: Inputs, call: Call, main_grad: bool = True) -> Dtypes:
+    """Dtypes of the gradients of e, c and bias; None for those not wanted, and with main_grad for c if a buffer is."""
+    need_e, need_c, need_bias = call.needs
+    into = main_grad and x.main_grad_c is not None
+    dtype_bias = x.bias.dtype if need_bias and x.bias is not None else None
+    return x.e.dtype if need_e else None, x.c.dtype if need_c and not into else None, dtype_bias
+
+
+def _stored_dtypes(x: Inputs, call: Call) -> Dtypes:
+    """Dtypes in which three products sum the gradients: dE of several ranks in fp32, dC for a buffer in bf16."""
+    dtype_e, dtype_c, dtype_bias = _dtypes(x, call, main_grad=False)
+    dtype_e = dtype_e if call.place is None else dtype_e and torch.float32
+    return dtype_e, dtype_c if x.main_grad_c is None else dtype_c and torch.bfloat16, dtype_bias
+
+
+# ----------------------------------------------------------------------------------------------------------- backward
+def _backward(
+    up: Upstream, x: Inputs, lse: Any, metrics: Tensor | None, saved: Saved, call: Call, plan: Plan, finish: bool
+) -> Sequence[Any]:
+    """Gradients of e, c and bias; None where not wanted. With main_grad_c, dC is added to it.
+
+    lse, metrics: from the forward pass. finish: whether to finish the sums of three products, which are then the
+    gradients. Otherwise the gradients come from the filter's lists, if there are any, or from recomputed logits.
+    """
+    e, c = restored("e", x.e, saved.e, call.dtype), restored("c", x.c, saved.c, call.dtype)
+    refuse_given_back(e=e, c=c, main_grad_c=x.main_grad_c)
+    backend, o, place = backend_of(e), plan.options(call.options), call.place
+    spread = None if place is None else Spread.of(place).by_chunks(plan.rows)
     with kernels_on(e):
-        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o, lost)
-        bias = None if bias is None else bias.contiguous()
-        of_entropy = None
-        if entropy is not None and grad_entropy is not None:
-            of_rows, entropy = where_it_counts(grad_entropy, columns), where_it_counts(entropy, columns)
-            if lost is not None:  # for exp(z − lse) in place of p
-                of_rows, entropy = of_rows * torch.exp(-lost), entropy - lost
-            of_entropy = torch.stack((of_rows, entropy))
-        grads = backend_of(e).backward(
-            e, c, bias, columns, lse, a, b, width, o, (dtype_e, dtype_c, dtype_bias), main_grad_c, recorder,
-            entropy=of_entropy,
-        )  # fmt: skip
-    grad_e, grad_c, grad_bias = (e.new_empty(0) if grad is None else grad for grad in grads)
+        grad_rows = up.loss
+        if grad_rows is None:
+            grad_rows = lse.new_zeros(() if spread is None else lse.shape)
+        elif saved.counted is not None:
+            grad_rows = backend.mean_gradient(grad_rows, saved.counted)
+        if finish:
+            return _finished(grad_rows, up.lse, x, e, c, saved, call, plan, spread)
+        if x.weights is not None:
+            grad_rows = grad_rows * x.weights
+        dtypes, grad_lse, same = _dtypes(x, call), up.lse, None
+        if spread is not None:
+            grad_rows, grad_lse, same = upstream_of_all(spread, grad_rows, grad_lse)
+        lse = lse if saved.lse is None else saved.lse
+        add_up = None if spread is None else partial(dist.all_reduce, group=spread.group)
+        vocab = c.shape[0] if spread is None else spread.vocab
+        stats = None if x.stats is None else FilterStats(x.stats, backend.filter_figures, vocab, add_up)
+        columns = saved.columns
+        a, b = backend.row_coefficients(grad_rows, grad_lse, lse, columns, o, saved.lost)
+        if plan.capacity:
+            return *backend.gather.backward(
+                e, c, columns, lse, a, b, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats
+            ), None  # fmt: skip
+        refuse_given_back(bias=x.bias)
+        bias = None if x.bias is None else x.bias.contiguous()
+        entropy = rule = None
+        if up.metrics is not None and metrics is not None:
+            entropy = torch.stack(_of_entropy(up.metrics[1], metrics[1], columns, saved.lost))
+        if spread is not None:
+            # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
+            elsewhere = o.label_smoothing * spread.size / spread.vocab
+            share = 1 - o.label_smoothing + elsewhere
+            if o.filter_eps is not None:
+                mean_z = backend.mean_logits(e, c, bias, columns, o)
+                mean_z = None if mean_z is None else spread.entries(mean_z)
+                rule = Rule.of(columns, mean_z, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
+            b, o = b * share, replace(o, label_smoothing=elsewhere / share)
+            # Three products have used a stand-in for a target on another rank.
+            columns = saved.here if saved.here is not None and not plan.rows else spread.columns(columns)
+            dtypes = (dtypes[0] and torch.float32, *dtypes[1:])
+        grad_e, grad_c, grad_bias = backend.backward(
+            e, c, bias, columns, lse, a, b, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy
+        )
+        if spread is not None and grad_e is not None:
+            reduced = Reduced(spread)
+            reduced.add(grad_e, slice(0, len(grad_e)))
+            grad_e = reduced.result().to(x.e.dtype)
+        if same is not None:
+            same.check(DIFFERENT)
     return grad_e, grad_c, grad_bias
 
 
-_recompute_op = torch.library.custom_op(
-    f"{NAMESPACE}::cross_entropy_backward",
-    _recompute,
-    mutates_args=("main_grad_c", "stats"),
-    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor? bias, Tensor(a!)? main_grad_c, "
-    "Tensor(b!)? stats, Tensor lse, Tensor? lost, Tensor columns, int width, "
-    "ScalarType? dtype_e, ScalarType? dtype_c, ScalarType? dtype_bias, Tensor? entropy, Tensor? grad_entropy, "
-    f"{OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
+def _of_entropy(grad: Tensor, entropy: Tensor, columns: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows' entropies and the entropies (N,), for exp(z − lse) in place of p."""
+    grad, entropy = where_it_counts(grad, columns), where_it_counts(entropy, columns)
+    return (grad, entropy) if lost is None else (grad * torch.exp(-lost), entropy - lost)
 
 
-@_recompute_op.register_fake
-def _(
-    grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, lost, columns, width, dtype_e, dtype_c, dtype_bias,
-    entropy, grad_entropy, *options,
-):  # fmt: skip
-    wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
-    return tuple(empty_gradient(e, x, dtype) for x, dtype in wanted)
-
-
-def _gather(
-    grad_rows: Tensor,
-    grad_lse: Tensor | None,
-    e: Tensor,
-    c: Tensor,
-    main_grad_c: Tensor | None,
-    stats: Tensor | None,
-    lse: Tensor,
-    columns: Tensor,
-    state: list[Tensor],
-    width: int,
-    dtype_e: torch.dtype | None,
-    dtype_c: torch.dtype | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of e and c from the filter's lists (filter/gather.py); empty where no dtype is given."""
-    refuse_given_back(e=e, c=c, main_grad_c=main_grad_c)
-    o = options_of(*options)
-    recorder = None if stats is None else FilterStats(stats, backend_of(e).filter_figures, c.shape[0])
-    with kernels_on(e):
-        a, b = backend_of(e).row_coefficients(grad_rows, grad_lse, lse, columns, o)
-        grads = backend_of(e).gather.backward(
-            e, c, columns, lse, a, b, state, width, o, (dtype_e, dtype_c), main_grad_c, recorder
-        )
-    grad_e, grad_c = (e.new_empty(0) if grad is None else grad for grad in grads)
-    return grad_e, grad_c
-
-
-_gather_op = torch.library.custom_op(
-    f"{NAMESPACE}::cross_entropy_backward_entries",
-    _gather,
-    mutates_args=("main_grad_c", "stats"),
-    schema="(Tensor grad_rows, Tensor? grad_lse, Tensor e, Tensor c, Tensor(a!)? main_grad_c, Tensor(b!)? stats, "
-    "Tensor lse, Tensor columns, Tensor[] state, int width, ScalarType? dtype_e, ScalarType? dtype_c, "
-    f"{OPTIONS}) -> (Tensor, Tensor)",
-)
-
-
-@_gather_op.register_fake
-def _(grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, width, dtype_e, dtype_c, *options):
-    return empty_gradient(e, e, dtype_e), empty_gradient(e, c, dtype_c)
-
-
-def _finish_stored(
-    scale: Tensor,
-    grad_lse: Tensor | None,
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    weights: Tensor | None,
-    rows: int,
-    held: State,
-    sums: State,
-    main_grad_c: Tensor | None,
-    stats: Tensor | None,
-    *options: Any,
-) -> None:
-    """Finish the sums of all gradients in place, times scale () or (N,).
-
-    grad_lse: (N,), dL/dLSE, or None. held: the state of three_products.py up to its index SUMS, read only. sums: the
-    state from SUMS on, written. They are separate because torch.compile copies every tensor that an operator may write
-    to.
-    """
-    refuse_given_back(e=e, c=c, main_grad_c=main_grad_c)
-    with kernels_on(e):
-        backend_of(e).three_products.backward(
-            e, c, columns, scale, rows, [*held, *sums], main_grad_c, options_of(*options), grad_lse=grad_lse,
-            weights=weights,
-        )  # fmt: skip
-        if stats is not None:
-            FilterStats.write_exact(stats)
-
-
-_finish_stored_op = torch.library.custom_op(
-    f"{NAMESPACE}::cross_entropy_backward_stored",
-    _finish_stored,
-    mutates_args=("sums", "main_grad_c", "stats"),
-    schema="(Tensor scale, Tensor? grad_lse, Tensor e, Tensor c, Tensor columns, Tensor? weights, int rows, "
-    f"Tensor[] held, Tensor(a!)[] sums, Tensor(b!)? main_grad_c, Tensor(c!)? stats, {OPTIONS}) -> ()",
-)
-
-
-def _keep(ctx, inputs) -> None:
-    _, ctx.dtype, reduction, with_lse, _, ctx.needs = inputs[7:13]
-    ctx.uniform = _uniform(reduction, with_lse)
-    ctx.options = inputs[13:]
-
-
-def _gradients(ctx, grad_loss, grad_lse, grad_metrics, *, recompute, gather, finish_stored):
-    direct = finish_stored is _finish_stored  # without custom operators
-    e, c, bias, weights, lse, metrics, *kept = ctx.saved_tensors
-    entropy, grad_entropy = (None, None) if grad_metrics is None else (metrics[1], grad_metrics[1])
-    main_grad_c, stats = ctx.written
-    if ctx.program is not None:
-        once = not ctx.finished and ctx.plan is not None and ctx.plan.rows
-        once = once and e.untyped_storage().nbytes() and c.untyped_storage().nbytes()
-        if once and grad_loss is not None and not grad_loss.dim() and grad_lse is None and grad_metrics is None:
-            gradients = _finish_again(ctx, grad_loss, e, c, weights, kept)
-            if stats is not None:
-                FilterStats.write_exact(stats)
-            return gradients
-        lse, kept = ctx.program.result(1, kept), ctx.program.results(kept, COUNTED)
-    counted, columns, lost, e_as, c_as, *state = kept
-    o, plan = options_of(*ctx.options), ctx.plan
-    if plan is None:
-        plan = _plan(e, c, bias, main_grad_c, ctx.dtype, ctx.uniform, ctx.needs, o)
-        assert plan is not None
-    options = plan.options(o).values()
-    e, c = restored("e", e, present(e_as), ctx.dtype), restored("c", c, present(c_as), ctx.dtype)
-    counted = present(counted)
-    grad_rows = lse.new_zeros(()) if grad_loss is None else grad_loss
-    if grad_loss is not None and counted is not None:
-        grad_rows = backend_of(e).mean_gradient(grad_loss, counted) if direct else grad_loss / counted
-    if plan.rows and not ctx.finished and grad_entropy is None:  # a second backward pass recomputes the logits
-        if direct:
-            ctx.finished, state = True, used_up(state)
-        stored = backend_of(e).three_products
-        held, sums = state[: stored.SUMS], state[stored.SUMS :]
-        finish_stored(
-            grad_rows, grad_lse, e, c, columns, weights, plan.rows, held, sums, main_grad_c, stats, *options
-        )  # fmt: skip
-        return state[stored.GRAD_E], state[stored.GRAD_C], state[stored.GRAD_BIAS]
-    if weights is not None:
-        grad_rows = grad_rows * weights
-    if plan.capacity:
-        return *gather(
-            grad_rows, grad_lse, e, c, main_grad_c, stats, lse, columns, state, plan.columns, *ctx.dtypes[:2],
-            *options,
-        ), None  # fmt: skip
-    return recompute(
-        grad_rows, grad_lse, e, c, bias, main_grad_c, stats, lse, present(lost), columns, plan.columns, *ctx.dtypes,
-        entropy, grad_entropy, *options,
-    )  # fmt: skip
-
-
-def _finish_again(ctx, grad_loss: Tensor, e: Tensor, c: Tensor, weights: Tensor | None, made: list[Tensor]) -> Any:
-    """The gradients of e, c and bias of a call that was repeated: this pass is repeated, too, or recorded."""
-    program, main_grad_c, backend = ctx.program, ctx.written[0], backend_of(e)
-    stored, inputs = backend.three_products, (grad_loss, e, c, weights, main_grad_c)
-    kind = backend.program.kind_of(*inputs)
-    again, ctx.finished = program.next.find(kind), True
-    if again is not None:
-        with kernels_on(e):
-            again.run((*inputs, *made), e)
+def _finished(
+    scale: Tensor, grad_lse: Tensor | None, x: Inputs, e: Tensor, c: Tensor, saved: Saved, call: Call, plan: Plan,
+    spread: Spread | None,
+) -> Sequence[Any]:  # fmt: skip
+    """The finished sums of three products. Of several ranks with rows of their own, this rank's rows of dE."""
+    scheme, held, sums, o = backend_of(e).three_products, saved.held, saved.sums, plan.options(call.options)
+    assert sums is not None
+    grad_e: Any = sums.grad_e
+    finish = partial(scheme.backward, held=held, sums=sums, main_grad_c=x.main_grad_c, o=o)
+    if spread is None:
+        finish(e, c, saved.columns, scale, plan.rows, grad_lse=grad_lse, weights=x.weights)
     else:
-        counted, columns, _, e_as, c_as, *state = used_up(program.results(made, COUNTED))
-        with program.next.tape(kind) as tape:
-            _finish_stored(
-                grad_loss if counted is None else backend.mean_gradient(grad_loss, counted), None,
-                e if e_as is None else e_as, c if c_as is None else c_as, columns, weights, ctx.plan.rows,
-                state[: stored.SUMS], state[stored.SUMS :], main_grad_c, None,
-                *ctx.plan.options(options_of(*ctx.options)).values(),
-            )  # fmt: skip
-        program.next.keep(kind, tape, (*inputs, *made))
-    grads = [program.result(STORED + index, made) for index in (stored.GRAD_E, stored.GRAD_C, stored.GRAD_BIAS)]
-    return used_up(grads)
+        scale, grad_lse, same = upstream_of_all(spread, scale[0].float() if call.uniform else scale, grad_lse)
+        reduced = Reduced(spread)
+        finish(
+            e, c, saved.here, scale, spread.chunk, grad_lse=grad_lse, finished=lambda part: reduced.add(grad_e, part)
+        )
+        if grad_e is not None:
+            grad_e = reduced.result()
+        if same is not None:
+            same.check(DIFFERENT)
+    if x.stats is not None:
+        FilterStats.write_exact(x.stats)
+    return grad_e, sums.grad_c, sums.grad_bias
 
 
-_apply = differentiable(
-    _cross_entropy_op,
-    _cross_entropy_again,
-    _keep,
-    partial(_gradients, recompute=_recompute_op, gather=_gather_op, finish_stored=_finish_stored_op),
-    partial(_gradients, recompute=_recompute, gather=_gather, finish_stored=_finish_stored),
-    with_entropy=True,
+# ----------------------------------------------------------------------------------------------------------- autograd
+class _Direct(torch.autograd.Function):
+    """The loss without custom operators: e, c and bias, which get gradients, all inputs, and the call."""
+
+    @staticmethod
+    def forward(ctx, _e, _c, _bias, x, call):
+        program = backend_of(x.e).program
+        found, ctx.program = (_forward(x, call), None) if program is None else program.forward(_forward, x, call)
+        if call.place is not None and found.metrics is not None:
+            ctx.mark_non_differentiable(found.metrics)
+        if found.plan is not None:
+            kept = found.saved if ctx.program is not None else found.saved.flat()
+            _keep(ctx, x, call, found.lse, found.metrics, kept, found.plan)
+        return found[:3]
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        refuse_transforms(*upstream)
+        if not torch.is_grad_enabled():
+            return *_gradients(ctx, Upstream(*upstream), _directly), None, None
+        with torch.no_grad():  # create_graph=True
+            grads = _gradients(ctx, Upstream(*upstream), _directly)
+        # What the aliases were taken of: the gradients depend on it.
+        leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        of = *ctx.saved_tensors[:3], *leaves, *upstream
+        return *[None if grad is None else _Final.apply(grad, *of) for grad in grads], None, None
+
+
+class _Final(torch.autograd.Function):
+    """The identity on a gradient; its backward raises an error.
+
+    Without this node, a penalty on the gradient would silently have no effect.
+    """
+
+    @staticmethod
+    def forward(ctx, grad, *_):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(NOT_TWICE)
+
+
+def _keep(ctx, x: Inputs, call: Call, lse: Any, metrics: Any, kept: Sequence[Any], plan: Plan | None) -> None:
+    ctx.call, ctx.plan, ctx.finished = call, plan, False
+    ctx.set_materialize_grads(False)
+    # Not main_grad_c and stats: both may be written to before and in the backward pass. An alias of a leaf keeps the
+    # memory if its .data is replaced before backward, as by DeepSpeed's ZeRO-3.
+    ctx.written = x.main_grad_c, x.stats
+    inputs = [t.detach() if t is not None and t.is_leaf else t for t in (x.e, x.c, x.bias, x.weights)]
+    ctx.save_for_backward(*inputs, lse, metrics if call.place is None else None, *kept)
+
+
+def _gradients(ctx, up: Upstream, compute) -> list[Any]:
+    """The gradients of e, c and bias in their inputs' dtypes. compute: `_directly` or `_by_operator`."""
+    e, c, bias, weights, lse, metrics, *kept = ctx.saved_tensors
+    call, x = ctx.call, Inputs._make((e, c, lse, bias, *ctx.written, weights))  # targets are not read
+    plan: Any = ctx.plan or _plan(x, call)
+    # A second backward pass recomputes the logits, and so does one of entropies.
+    finish = bool(plan.rows) and not ctx.finished and up.metrics is None
+    grads = compute(ctx, up, x, lse, metrics, kept, call, plan, finish)
+    return [
+        None if dtype is None else grad if grad.dtype == dtype else grad.to(dtype)
+        for grad, dtype in zip(grads, _dtypes(x, call), strict=True)
+    ]
+
+
+def _directly(ctx, up, x, lse, metrics, kept, call, plan, finish):
+    ctx.finished |= finish
+    if ctx.program is not None:
+        return ctx.program.backward(_backward, up, x, metrics, kept, call, finish)
+    saved = Saved.of(kept, plan.rows)
+    return _backward(up, x, lse, metrics, saved.used_up() if finish else saved, call, plan, finish)
+
+
+def _by_operator(_ctx, up, x, lse, metrics, kept, call, plan, finish):
+    n_sums = len(GradientSums._fields) if plan.rows else 0
+    held, sums = kept[: len(kept) - n_sums], GradientSums(*kept[len(kept) - n_sums :])
+    e, c, _, *others = x
+    grads = _backward_op(*up, e, c, *others, lse, metrics, held, [*sums] if finish else [], call.handle())
+    if not finish:
+        return grads
+    own = call.place is not None and call.place.own
+    return grads[0] if own else sums.grad_e, sums.grad_c, sums.grad_bias
+
+
+# ---------------------------------------------------------------------------------------------------------- operators
+def _as_tensors(forward):
+    """A forward pass for a custom operator: empty tensors for None, and no plan."""
+
+    def run(*x):
+        call = Call.of(x[-1])
+        loss, lse, metrics, saved, _ = forward(Inputs(*x[:-1]), call)
+        flat = [metrics, *(() if saved is None else saved.flat())]
+        metrics, *state = [lse.new_empty(0) if t is None else t for t in flat]
+        return loss, lse, metrics, state
+
+    return run
+
+
+_forward_op = torch.library.custom_op(
+    f"{NAMESPACE}::cross_entropy",
+    _as_tensors(_forward),
+    mutates_args=(),
+    schema="(Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
+    "str call) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+_forward_op.register_fake(_as_tensors(_fake_forward))
+
+
+def _backward_as_tensors(
+    grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, weights, lse, metrics, held, sums, handle
+):
+    """`_backward`, with empty tensors for None, and for sums, which an operator must not return.
+
+    sums: those of three products if they are to be finished. They are apart from `held` because torch.compile copies
+    every tensor that an operator may write to.
+    """
+    call, x = Call.of(handle), Inputs(e, c, lse, bias, main_grad_c, stats, weights)
+    plan, finish = _plan(x, call), bool(sums)
+    assert plan is not None
+    state = [*held, *sums] if finish or not plan.rows else [*held, *[None] * len(GradientSums._fields)]
+    saved = Saved.of(state, plan.rows)
+    grads = _backward(Upstream(grad_loss, grad_lse, grad_metrics), x, lse, metrics, saved, call, plan, finish)
+    if finish:
+        own = call.place is not None and call.place.own
+        grads = grads[0] if own else None, None, None
+    return tuple(e.new_empty(0) if grad is None else grad for grad in grads)
+
+
+_backward_op = torch.library.custom_op(
+    f"{NAMESPACE}::cross_entropy_backward",
+    _backward_as_tensors,
+    mutates_args=("main_grad_c", "stats", "sums"),
+    schema="(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_metrics, Tensor e, Tensor c, Tensor? bias, "
+    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor? weights, Tensor lse, Tensor? metrics, Tensor[] held, "
+    "Tensor(c!)[] sums, str call) -> (Tensor, Tensor, Tensor)",
 )
 
 
-def cross_entropy(*inputs: Any) -> tuple[Tensor, Any, Tensor | None]:
-    """Loss, () or (N,), LSE (N,) and metrics (2, N), fp32, differentiable in e, c and bias. See INPUTS and OPTIONS.
-
-    LSE that are not wanted may be None. Metrics that are not wanted are None, or empty under torch.compile. A gradient
-    of the entropies takes four products, also where the plan has stored exponentials.
-    """
-    return _apply(*inputs)
-
-
-def _uniform(reduction: str, with_lse: bool) -> bool:
-    """Whether the backward pass will get one gradient for all row losses, and none for the log-sum-exps."""
-    return reduction != "none" and not with_lse
+@_backward_op.register_fake
+def _(grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, weights, lse, metrics, held, sums, handle):
+    call = Call.of(handle)
+    dtype_e, dtype_c, dtype_bias = _dtypes(Inputs(e, c, lse, bias, main_grad_c, stats, weights), call)
+    if sums:
+        own = call.place is not None and call.place.own
+        dtype_e, dtype_c, dtype_bias = dtype_e and torch.float32 if own else None, None, None
+    wanted = ((e, dtype_e), (c, dtype_c), (bias, dtype_bias))
+    return tuple(e.new_empty(0 if dtype is None else x.shape, dtype=dtype) for x, dtype in wanted)
 
 
-def _skips(e: Tensor, c: Tensor, bias: Tensor | None, with_lse: bool) -> bool:
-    """Whether three products leave out ignored rows."""
-    return skips_ignored(int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), bias is not None, with_lse)
+def _setup_operator(ctx, inputs, output) -> None:
+    call, (_, lse, metrics, state) = Call.of(inputs[-1]), output
+    ctx.mark_non_differentiable(*([] if call.place is None else [metrics]), *state)
+    _keep(ctx, Inputs(*inputs[:-1]), call, lse, metrics, state, None)
 
 
-def _plan(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    main_grad_c: Tensor | None,
-    dtype: torch.dtype,
-    uniform: bool,
-    needs: list[bool],
-    o: Options,
-) -> Plan | None:
-    """The plan of the backward pass; None if no gradient is wanted."""
-    if not any(needs):
-        return None
-    problem = Problem(
-        int(e.shape[0]), int(e.shape[1]), int(c.shape[0]), dtype,  # int() fixes a compiled graph to these sizes
-        e.dtype if needs[0] else None, c.dtype if needs[1] else None, main_grad_c is not None,
-        uniform, bias is not None,
-    )  # fmt: skip
-    return backend_of(e).plan(problem, e, o)
+def _backward_of_operator(ctx, *upstream):
+    grad_e, grad_c, grad_bias = _gradients(ctx, Upstream(*upstream[:3]), _by_operator)
+    return grad_e, grad_c, None, grad_bias, None, None, None, None
+
+
+_forward_op.register_autograd(_backward_of_operator, setup_context=_setup_operator)

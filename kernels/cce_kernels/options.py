@@ -1,11 +1,16 @@
-"""The options of one call, checked when they are made and passed around together."""
+"""A call of the loss: its options, checked when they are made, its tensors, and everything else about it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import operator
+from ast import literal_eval
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 MIB = 2**20
 DEFAULT_WORKSPACE_MIB = 256
@@ -71,13 +76,6 @@ class Options:
         if self.workspace_mib is not None and not 0 < self.workspace_mib < inf:
             raise ValueError(f"workspace_mib: must be positive and finite, or None, got {self.workspace_mib}")
 
-    def values(self) -> tuple:
-        """The values of all fields, in order. (dataclasses.astuple copies each value, which takes 40 µs.)"""
-        return (
-            self.softcap, self.logit_scale, self.label_smoothing, self.z_loss, self.filter_eps, self.filter_unbiased,
-            self.filter_mass, self.filter_e, self.filter_c, self.filter_if_faster, self.accumulate, self.workspace_mib,
-        )  # fmt: skip
-
     def without_filter(self) -> Options:
         """These options without a filter: every gradient is exact."""
         return replace(self, filter_eps=None, filter_unbiased=False, filter_mass=None, filter_if_faster=False)
@@ -121,7 +119,62 @@ class Options:
         return max(multiple, width // multiple * multiple)
 
 
-@lru_cache(maxsize=1024, typed=True)
-def options_of(*values: Any) -> Options:
-    """Options from the values of their fields. Cached, because checking them takes as long as a small kernel."""
-    return Options(*values)
+NAMES = tuple(field.name for field in fields(Options))
+NUMBERS = ("softcap", "logit_scale", "label_smoothing", "z_loss", "filter_eps", "filter_mass", "workspace_mib")
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call. All ranks of a group have the same rows, or rows of their own (`Place.own`)."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D), or this rank's rows of the whole vocabulary's
+    targets: Tensor  # (N,) int64, columns of the whole vocabulary
+    bias: Tensor | None  # (V,)
+    main_grad_c: Tensor | None  # (V, D) fp32: dC is added to it
+    stats: Tensor | None  # (5,) fp32, written (filter/rule.FilterStats)
+    weights: Tensor | None  # (N,) fp32, what each row's loss is multiplied by
+
+
+class Place(NamedTuple):
+    """Where the vocabulary and the rows of a call lie, if its vocabulary is spread over several ranks."""
+
+    group: str  # the process group's name; custom operators take names
+    shards: tuple[int, ...]  # rows of C on each rank
+    own: bool  # whether each rank has rows of E of its own (rows="own"), or all ranks have the same (rows="same")
+    agreed: bool  # whether the host waits for no comparison of the ranks' numbers
+
+
+class Call(NamedTuple):
+    """Everything about a call but its tensors. Custom operators take it as one string, its `handle`."""
+
+    options: Options
+    dtype: torch.dtype  # of the products
+    ignore_index: int
+    reduction: str  # of the row losses: "mean" (with weights, divided by their sum), "sum" or "none"
+    uniform: bool  # whether all row losses have one upstream gradient, and the log-sum-exps none
+    with_lse: bool  # whether log-sum-exps are wanted; if not, those of ignored rows are undefined
+    with_metrics: bool
+    needs: tuple[bool, bool, bool]  # whether gradients of e, c and bias are wanted
+    place: Place | None = None  # None: this rank has the whole vocabulary
+
+    def handle(self) -> str:
+        """This call as text, which torch.compile takes for a constant. A graph on disk stays right by it."""
+        options = tuple([_constant(getattr(self.options, name)) for name in NAMES])
+        place = None if self.place is None else (*self.place,)
+        return repr((options, str(self.dtype), operator.index(self.ignore_index), *self[3:8], place))
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(handle: str) -> Call:
+        """The call with this handle."""
+        options, dtype, *rest, place = literal_eval(handle)
+        values: Any = dict(zip(NAMES, options, strict=True))
+        values |= {name: float.fromhex(values[name]) for name in NUMBERS if values[name] is not None}
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+        place = None if place is None else Place._make(place)
+        return Call._make((Options(**values), dtype, *rest, place))
+
+
+def _constant(x: Any) -> Any:
+    """A number as text. torch.compile treats some numbers as variables; index() and hex() make them constants."""
+    return x if x is None or isinstance(x, str | bool) else float(x).hex()

@@ -167,6 +167,20 @@ def error(x: Tensor, truth: Tensor) -> float:
     return ((x.double() - truth).norm() / (size or 1.0)).item()
 
 
+def of_operator(
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, place: Any = None,
+    *, reduction: str = "mean", return_lse: bool = True, return_metrics: bool = True, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The inputs of the loss's custom operator."""
+    from cce_kernels.arguments import checked
+
+    inputs, call, _ = checked(
+        e, c, targets, bias, weights, None, options, reduction=reduction, return_lse=return_lse,
+        return_metrics=return_metrics, place=place,
+    )  # fmt: skip
+    return *inputs, call.handle()
+
+
 def in_fp64(*inputs: Tensor | None) -> list[Any]:
     """Leaves of their own in fp64; None if the input is None."""
     return [None if x is None else x.detach().double().requires_grad_() for x in inputs]
@@ -309,9 +323,9 @@ def check_stored(device: str, dim: int, dtype: torch.dtype, accumulate: str, mai
     dtypes = (dtype, BF16 if main_grad else dtype, None)
     buffer = torch.randn(c.shape, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
-    result, state = three_products.forward(e, c, targets, rows, dtypes, True, o)
-    three_products.backward(e, c, targets, scale, rows, state, buffer, o)
-    grad_e, grad_c = state[three_products.GRAD_E].to(dtype), state[three_products.GRAD_C].to(dtype)
+    result, held, sums = three_products.forward(e, c, targets, rows, dtypes, True, o)
+    three_products.backward(e, c, targets, scale, rows, held, sums, buffer, o)
+    grad_e, grad_c = sums.grad_e.to(dtype), sums.grad_c.to(dtype)
     if buffer is not None and before is not None:
         grad_c = buffer - before
 

@@ -175,12 +175,14 @@ def launch_all(
     if rows:
         stored = with_triton.three_products
         weights = ones if weighted else None
-        state = stored.forward(
+        _, held, sums = stored.forward(
             e, c, columns, rows, dtypes, with_metrics, options, z_target=z_target, with_lse=with_lse, weights=weights,
             bias=bias, skip=skip,
-        )[1]  # fmt: skip
+        )  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
-        stored.backward(e, c, targets, upstream[0], rows, state, None, options, grad_lse=upstream[1], weights=weights)
+        stored.backward(
+            e, c, targets, upstream[0], rows, held, sums, None, options, grad_lse=upstream[1], weights=weights
+        )
         _, counted = with_triton.reduce_loss(ones, columns, "mean", weights)
         with_triton.mean_gradient(ones[0], counted)
         return

@@ -138,7 +138,7 @@ def backward(
         lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
         width: vocabulary columns per chunk, from `plan`.
         stats: takes the filter's statistics, or None.
-        rule: the filter's rule, given for a shard of the vocabulary (parallel/operators.py). None: it is made here.
+        rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
     """
     vocab = c.shape[0]

@@ -1,1 +1,1 @@
-"""The gradient filter in Triton; rule.py explains it. Only this package and the backends import it."""
+"""The gradient filter. rule.py explains it in torch; its kernels are imported by this package and the backends."""

@@ -21,6 +21,7 @@ Cost: 3 N D n_head multiply-adds on the tensor cores; gathers 4 D bytes an entry
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ def backward(
     lse: Tensor,
     a: Tensor,
     b: Tensor,
-    state: list[Tensor],
+    tensors: Sequence[Tensor],
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
@@ -266,13 +267,13 @@ def backward(
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, each row's target column (row_math.py).
         lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
-        state: from `select.forward`.
+        tensors: of the lists, from `select.forward`.
         width: vocabulary columns per chunk of four products, which run if the lists are void.
         stats: takes the filter's statistics, or None.
     """
     assert o.filter_eps is not None
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    lists = Lists.of(state)
+    lists = Lists.of(tensors)
     rule = lists.rule(o.filter_eps, vocab)
     void = Glance(lists.void)
     grad_e = None if dtypes[0] is None else torch.empty(e.shape, dtype=dtypes[0], device=e.device)

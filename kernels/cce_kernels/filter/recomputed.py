@@ -34,7 +34,7 @@ def backward(
 
     Args:
         stats: takes the filter's statistics, or None.
-        rule: the filter's rule, given for a shard of the vocabulary (parallel/operators.py). None: it is made here.
+        rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
         entropy: as for `four_products.gradients`.
     """
     vocab = c.shape[0]

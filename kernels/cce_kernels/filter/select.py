@@ -17,6 +17,7 @@ Cost: N D V multiply-adds on the tensor cores; writes and reads 2 bytes × N × 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -278,7 +279,7 @@ class Lists:
         return [*own.values(), *(() if sample is None else vars(sample).values())]
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> Lists:
+    def of(cls, tensors: Sequence[Tensor]) -> Lists:
         """The lists from their `tensors`."""
         own = [field.name for field in fields(cls) if field.name != "sample"]
         sample = tensors[len(own) :]
@@ -385,7 +386,7 @@ def _lists_of(
     return lists, listable.view(torch.int32)
 
 
-def empty_state(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
+def empty_lists(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
     """The tensors that `forward` returns, without values."""
     lists = Lists.empty(columns, vocab, capacity, columns.new_empty((), dtype=torch.int32), o)
     return replace(lists, sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()

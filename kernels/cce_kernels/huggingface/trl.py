@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..arguments import gradients_wanted, make_options, product_dtype
+from ..arguments import checked
 from ..operators import cross_entropy
 
 _NAME = "_ChunkedLogProbFunction"
@@ -67,13 +67,13 @@ class FusedHead:
         if bias is not None:  # our logit_scale scales the product alone
             bias = bias.float() * (logit_scale / temperature)
         cap = None if softcap is None else softcap / temperature
-        options = make_options(None, {"softcap": cap, "logit_scale": logit_scale / temperature})
-        needs, _ = gradients_wanted(hidden, weight, bias, None)
-        losses, _, metrics = cross_entropy(
-            hidden, weight, targets, bias, None, None, None, -100, product_dtype(hidden, weight), "none", False,
-            not wanted.isdisjoint(("entropy", "is_top1")), needs, *options.values(),
-        )  # fmt: skip
-        correct, entropies = (None, None) if metrics is None else (metrics[0] > 0, metrics[1])
+        options = {"softcap": cap, "logit_scale": logit_scale / temperature}
+        with_metrics = not wanted.isdisjoint(("entropy", "is_top1"))
+        inputs, call, _ = checked(
+            hidden, weight, targets, bias, None, None, options, reduction="none", return_metrics=with_metrics
+        )
+        losses, _, metrics = cross_entropy(inputs, call)
+        correct, entropies = (None, None) if metrics is None or not with_metrics else (metrics[0] > 0, metrics[1])
         mean_logits = None
         if "mean_logits" in wanted:
             mean_logits = hidden.detach().float() @ weight.detach().float().mean(0) * (logit_scale / temperature)

@@ -47,23 +47,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..arguments import (
-    as_integer,
-    check_flags,
-    check_inputs,
-    check_tensor,
-    gradients_wanted,
-    make_options,
-    product_dtype,
-    shifted,
-    weights_of_rows,
-)
+from ..arguments import as_integer, check_tensor, checked
 from ..filter.rule import FilterStats
-from ..options import Options
+from ..operators import NAMESPACE, cross_entropy
+from ..options import Call, Inputs, Place
 from ..row_math import nonzero_divisor, of_targets
 from .agreement import agree
-from .operators import total, vocabulary_parallel
-from .sharding import name_of, vocabulary_shards
+from .sharding import name_of, process_group, vocabulary_shards
 
 ROWS = ("same", "own")
 __all__ = ["ROWS", "vocabulary_parallel_linear_cross_entropy", "vocabulary_shards"]
@@ -141,33 +131,34 @@ def vocabulary_parallel_linear_cross_entropy(
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
-    options_of_call = {"returned": (return_lse, return_metrics, return_stats), "rows": rows, "reduction": reduction}
+    returned = {"return_lse": return_lse, "return_metrics": return_metrics, "return_stats": return_stats}
 
-    def check() -> tuple[Options, Tensor, int, Tensor | None]:
-        o = make_options(preset, options)
-        check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
+    def check() -> tuple[Inputs, Call, torch.Size]:
         _check_place(shards, rows, group)
         check_tensor("e", e)
         check_tensor("c", c)
         rank = dist.get_rank(group)
         if c.dim() == 2 and c.shape[0] != shards[rank]:  # before targets, which are checked against all shards
             raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
-        found = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, sum(shards))
+        found = checked(
+            e, c, targets, bias, token_weights, main_grad_c, options, preset=preset, ignore_index=ignore_index,
+            reduction=reduction, shift=shift, place=Place(name, tuple(shards), rows == "own", agreed), **returned,
+        )  # fmt: skip
         if not targets.numel():
             raise ValueError("targets: must not be empty; give at least one row, whose target may be ignore_index")
-        return o, *found, weights_of_rows(token_weights, targets, shift)
+        return found
 
-    def describe(o: Options, _targets: Tensor, ignore_index: int, _weights: Tensor | None) -> str:
+    def describe(_inputs: Inputs, call: Call, _shape: torch.Size) -> str:
         tensors = {"e": e, "c": c, "bias": bias, "token_weights": token_weights, "main_grad_c": main_grad_c}
         dtypes = {name: (x.dtype, x.requires_grad) for name, x in tensors.items() if x is not None}
         return (
             f"e {tuple(e.shape)}, dtypes and whether they require gradients {dtypes}, gradients enabled "
-            f"{torch.is_grad_enabled()}, products in {product_dtype(e, c)}, shards {list(shards)}, shift {shift}, "
-            f"ignore_index {ignore_index}, {options_of_call}, {o}"
+            f"{torch.is_grad_enabled()}, products in {call.dtype}, shards {list(shards)}, shift {shift}, "
+            f"ignore_index {call.ignore_index}, rows {rows}, reduction {reduction}, {returned}, {call.options}"
         )
 
     if torch.compiler.is_compiling():
-        from .compiler import constant_name_of  # imported late: it imports torch's compiler, which takes 2 s
+        from ..runtime.compiler import constant_name_of
 
         name, agrees = constant_name_of(group), False
     else:
@@ -175,25 +166,14 @@ def vocabulary_parallel_linear_cross_entropy(
         device = next((x.device for x in (e, c, targets) if isinstance(x, Tensor)), torch.device("cpu"))
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         name, agrees = name_of(group), not agreed and not capturing and dist.get_world_size(group) > 1
-    if not agrees:
-        o, targets, ignore_index, weights = check()
-    else:
-        o, targets, ignore_index, weights = agree(check, describe, group, device)
-    if shift:
-        targets = shifted(targets, shift, ignore_index)
-    shape, flat = targets.shape, targets.reshape(-1)
-    stats = FilterStats.empty(e.device) if return_stats else None
-    needs, main_grad_c = gradients_wanted(e, c, bias, main_grad_c)
-    row_losses, lse, metrics = vocabulary_parallel(
-        e.reshape(-1, e.shape[-1]), c, flat, bias, main_grad_c, stats, weights, ignore_index, product_dtype(e, c),
-        reduction != "none" and not return_lse, return_metrics, needs,
-        name, list(shards), rows == "own", agreed, *o.values(),
-    )  # fmt: skip
+    inputs, call, shape = agree(check, describe, group, device) if agrees else check()
+    row_losses, lse, metrics = cross_entropy(inputs, call)
 
     loss = of_targets(row_losses, shape, shift) if reduction == "none" else row_losses.sum()
     if reduction == "mean" or return_metrics:
-        kept = flat != ignore_index
-        of_rows = (kept, *metrics.T) if weights is None else (kept, *metrics.T, weights)
+        kept, weights = inputs.targets != call.ignore_index, inputs.weights
+        of_rows = [kept, *([] if metrics is None or not return_metrics else metrics)]
+        of_rows = of_rows if weights is None else [*of_rows, weights]
         stacked = torch.stack([torch.where(kept, x, 0).sum(dtype=torch.float64) for x in of_rows])
         n_kept, *sums = (total(stacked, name) if rows == "own" else stacked).float()
         if reduction == "mean":
@@ -202,8 +182,8 @@ def vocabulary_parallel_linear_cross_entropy(
     if return_metrics:
         accuracy, entropy = (x / n_kept.clamp(min=1) for x in sums[:2])
         extras = (*extras, {"accuracy": accuracy, "entropy": entropy})
-    if stats is not None:
-        extras = (*extras, FilterStats.report(stats))
+    if inputs.stats is not None:
+        extras = (*extras, FilterStats.report(inputs.stats))
     return (loss, *extras) if extras else loss
 
 
@@ -217,3 +197,24 @@ def _check_place(shards: Sequence[int], rows: str, group: dist.ProcessGroup) -> 
         raise ValueError(f"shards: must be {ranks} positive integers, one for each rank, got {shards}")
     if rows not in ROWS:
         raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
+
+
+def total(x: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' x."""
+    return _total_op(x, group) if torch.compiler.is_compiling() else _total(x, group)
+
+
+def _total(x: Tensor, group: str) -> Tensor:
+    summed = x.clone()
+    dist.all_reduce(summed, group=process_group(group))
+    return summed
+
+
+_total_op = torch.library.custom_op(
+    f"{NAMESPACE}::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
+)
+
+
+@_total_op.register_fake
+def _(x, group):
+    return torch.empty_like(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakValueDictionary
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..arguments import as_integer
+from ..options import Place
 from ..row_math import IGNORED
 
 LINE = 64  # 16-bit numbers in a line of 128 bytes
@@ -63,9 +63,9 @@ class Spread:
     chunk: int = 0
 
     @classmethod
-    def of(cls, name: str, shards: Sequence[int], own: bool, agreed: bool) -> Spread:
-        """The layout on this rank of the group with this name."""
-        return cls(name, process_group(name).rank(), tuple(shards), own, agreed)
+    def of(cls, place: Place) -> Spread:
+        """The layout of a call, seen from this rank."""
+        return cls(place.group, process_group(place.group).rank(), *place[1:])
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -1,4 +1,7 @@
-"""Calls that torch.compile has to leave out of its graphs."""
+"""What torch.compile has to leave out of its graphs, or to take for a constant.
+
+Imported late, because it imports torch's compiler, which takes 2 s.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from ..parallel.sharding import name_of
 
 
 @torch.compiler.disable(
@@ -15,3 +21,9 @@ import torch
 def uncompiled(function: Callable[..., Any], *inputs: Any) -> Any:
     """Call function(*inputs) eagerly."""
     return function(*inputs)
+
+
+@torch.compiler.assume_constant_result
+def constant_name_of(group: dist.ProcessGroup) -> str:
+    """`sharding.name_of`, called while torch.compile traces a graph."""
+    return name_of(group)

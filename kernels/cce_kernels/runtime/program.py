@@ -20,7 +20,7 @@ of a program are others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -29,11 +29,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
+from ..filter.rule import FilterStats
+from ..options import Call, Inputs
+from ..saved import GradientSums, Held, Saved
+from .devices import kernels_on
 from .launch import RECORDING, watched
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 MOST_PASSES = 64  # kinds of passes that are remembered
 MOST_BOUND = 8  # sets of addresses that a program remembers its launches for
+# Numbers among a forward pass's results: of the first tensor of `Saved`, and of the finished gradients.
+SAVED = 3
+GRADIENTS = [SAVED + 7 + len(Held._fields) + GradientSums._fields.index(x) for x in ("grad_e", "grad_c", "grad_bias")]
 MOST_TRIES = 4  # recordings of a kind of pass; a launch that has to be compiled spoils a recording
 _aten = torch.ops.aten
 _ALLOCATE = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default}
@@ -125,12 +132,6 @@ class View(NamedTuple):
         return found.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
 
 
-class Made(list[Any]):
-    """What a run of a program has allocated: tensors, but None for what was `taken`."""
-
-    program: Program
-
-
 class Program:
     """The launches of a recorded pass, for any addresses.
 
@@ -185,13 +186,12 @@ class Program:
         whole = made >= 0 and self._allocations[made] == (x.shape, x.stride(), x.dtype)
         return View(place, x.shape, x.stride(), x.dtype, whole)
 
-    def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> Made:
+    def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> list[Any]:
         """Launch the pass; returns what it has allocated, on the device of `like`."""
         device = like.device
-        made = Made([
+        made: list[Any] = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self._allocations
-        ])  # fmt: skip
-        made.program = self
+        ]
         addresses = tuple([0 if x is None else x.data_ptr() for x in (*inputs, *made)])
         calls = self._bound.get(addresses)
         if calls is None:
@@ -210,16 +210,43 @@ class Program:
         view = self._results[index]
         return None if view is None else view.of(made[view.place[0] - self._count])
 
-    def taken(self, index: int, made: Made) -> Any:
+    def taken(self, index: int, made: list[Any]) -> Any:
         """As `result`, for one that the next pass does not read. `made` forgets it: its user may change it in place."""
         view, found = self._results[index], self.result(index, made)
         if view is not None:
             made[view.place[0] - self._count] = None
         return found
 
-    def results(self, made: Sequence[Any], first: int) -> Any:
-        """The results from number `first` on."""
-        return [self.result(index, made) for index in range(first, len(self._results))]
+    def backward(
+        self, usual: Callable[..., Any], up: Any, x: Inputs, metrics: Any, made: list[Any], call: Call, finish: bool
+    ) -> Any:
+        """The gradients of a call whose forward pass was repeated: this pass is repeated, too, or recorded, or usual.
+
+        usual: operators._backward; the other arguments are its own. made: what the forward pass has allocated.
+        """
+        plan, given = self.beside.plan, (up.loss, x.e, x.c, x.weights, x.main_grad_c)
+        alive = x.e.untyped_storage().nbytes() and x.c.untyped_storage().nbytes()
+        if not (finish and alive and up.loss is not None and not up.loss.dim() and up.lse is None):
+            saved = self._saved(made)
+            return usual(up, x, self.result(1, made), metrics, saved.used_up() if finish else saved, call, plan, finish)
+        kind = kind_of(*given)
+        program = self.next.find(kind)
+        if program is not None:
+            with kernels_on(x.e):
+                program.run((*given, *made), x.e)
+        else:
+            saved = self._saved(made).used_up()
+            with self.next.tape(kind) as tape:
+                usual(up, x._replace(stats=None), None, None, saved, call, plan, finish)
+            self.next.keep(kind, tape, (*given, *made))
+        if x.stats is not None:
+            FilterStats.write_exact(x.stats)
+        found = [self.result(index, made) for index in GRADIENTS]
+        return [None if grad is None else grad.data for grad in found]  # see Saved.used_up
+
+    def _saved(self, made: list[Any]) -> Saved:
+        results = [self.result(index, made) for index in range(SAVED, len(self._results))]
+        return Saved.of(results, self.beside.plan.rows)
 
 
 def _piece_of(spot: Spot) -> Piece:
@@ -309,6 +336,34 @@ class Passes:
         if tape is not None and not tape.foreign:
             with suppress(LookupError):
                 self._known[kind] = Program(tape, *program)
+
+
+def forward(usual: Callable[..., Any], x: Inputs, call: Call) -> tuple[Any, Program | None]:
+    """What usual(x, call), operators._forward, returns; and the program, if this kind of call was repeated.
+
+    `saved` then is what the program has allocated, for `Program.backward`. LSE that are not wanted are None.
+    """
+    if call.place is not None or not saves_plainly():
+        return usual(x, call), None
+    kind = kind_of(*x, call)
+    program = CALLS.find(kind)
+    if program is not None:
+        with kernels_on(x.e):
+            made = program.run(x, x.e)
+        loss, metrics = program.taken(0, made), program.taken(2, made)
+        lse = program.result(1, made) if call.with_lse else None
+        return program.beside._replace(loss=loss, lse=lse, metrics=metrics, saved=made), program
+    with CALLS.tape(kind) as tape:
+        found = usual(x, call)
+    loss, lse, metrics, saved, plan = found
+    if tape is not None and (plan is None or not plan.capacity):
+        results = [loss, lse, metrics, *(() if saved is None else saved.flat())]
+        own = [loss, lse if call.with_lse else None, metrics]
+        if saved is not None:
+            own += [saved.e, saved.c, *(saved.held or ())[:1], *(saved.sums or ())]  # the first of `held`: w
+        beside = found._replace(loss=None, lse=None, metrics=None, saved=None)
+        CALLS.keep(kind, tape, x, [t for t in own if t is not None], results, beside)
+    return found, None
 
 
 def saves_plainly() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..planner import fits_vocab, splits_alone, splits_beside
 from ..runtime.tiles import cdiv, in_eights, multiprocessors, power_of_2
+from ..saved import GradientSums
 from ..triton.matmul import RankOne, RowTerms, TargetTerms, product
 from ..triton.targets.live_rows import Live
 from .stored_rows import hidden_kernel, rows_of, scaled_rows
@@ -99,11 +100,9 @@ def _multiply_c(x: LastChunk, scaled: Tensor, grad_c: Tensor, beside: bool = Fal
     )  # fmt: skip
 
 
-def finish_several(
-    x: LastChunk, last: slice, sums: list[Tensor | None], finished: Callable[[slice], None] | None
-) -> None:
+def finish_several(x: LastChunk, last: slice, sums: GradientSums, finished: Callable[[slice], None] | None) -> None:
     """Add the last chunk, the rows `last`, to the sums of both gradients, and finish them."""
-    parts_e, grad_e, lost_e, grad_c, lost_c = sums
+    parts_e, grad_e, lost_e, grad_c, lost_c, _ = sums
 
     def finish_e(part: slice) -> None:
         assert grad_e is not None

@@ -31,7 +31,7 @@ gradients are known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ from ..accumulator import Accumulator
 from ..options import Options
 from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
-from ..runtime.state import State, present
 from ..runtime.tiles import cdiv, multiprocessors, transposed_tiles
+from ..saved import GradientSums, Held
 from ..triton.logits import exponentials, target_logits
 from ..triton.matmul import RankOne, TargetTerms, product
 from ..triton.row_coefficients import row_factors
@@ -71,8 +71,8 @@ def forward(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     skip: bool = False,
-) -> tuple[Rows, State]:
-    """The rows' statistics for the loss, and the state for `backward`.
+) -> tuple[Rows, Held, GradientSums]:
+    """The rows' statistics for the loss, and what `backward` takes.
 
     Args:
         e: (N, D) and c: (V, D), bf16 and `aligned`.
@@ -105,36 +105,37 @@ def forward(
         e_i, columns_i = rows_of(own, e), rows_of(own, columns)
         z_i = target_logits(e_i, c, bias, columns_i, o) if z_target is None else rows_of(own, z_target)
         w_i = _corner(early.w, height, c.shape[0])
-        sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o, live=live, gathered=gathered)
+        row_sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o, live=live, gathered=gathered)
         if first == 0:  # after the first launches, so that the device computes while the host allocates
-            state = empty_state(e, c, rows, dtypes, o, early, with_lse, skip)
-            _, factor, coefficient, of_lse, c_sum, *_ = state
+            held, sums = empty_state(e, c, rows, dtypes, o, early, with_lse, skip)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
-        largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
+        largest = None if row_sums.metrics is None else row_sums.metrics[0].amax(dim=0)
         metrics_i = empty_metrics(z_i, with_metrics) if live is None else metrics
         part = Rows(rows_of(own, lse), rows_of(own, nll), None, metrics_i, largest)
         weights_i = None if weights is None else rows_of(own, weights)
-        gradient = Gradient(w_i, rows_of(own, factor), rows_of(own, coefficient), of_lse, weights_i)
-        finish_rows(e_i, c, bias, columns_i, z_i, sums, part, o, gradient, live)
+        factor, coefficient = rows_of(own, held.factor), rows_of(own, held.coefficient)
+        gradient = Gradient(w_i, factor, coefficient, held.of_lse, weights_i)
+        finish_rows(e_i, c, bias, columns_i, z_i, row_sums, part, o, gradient, live)
         if settle is not None:
             settle(chunk, part, gradient)
         if live is None and metrics is not None and metrics_i is not None:
             metrics[:, chunk] = metrics_i
         if chunk.stop < n_rows:
-            _add_products(w_i, e_i, c, state, chunk, live, gathered)
-    _order(e, columns, state)
+            _add_products(w_i, e_i, c, held, sums, chunk, live, gathered)
+    _order(e, columns, held)
     z_above_mean = None
-    if c_sum is not None:
+    if held.c_sum is not None:
         assert z_target is not None
-        z_above_mean = z_target - mean_of_logits(e, c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
-    return Rows(lse, nll, z_above_mean, metrics), state
+        z_above_mean = z_target - mean_of_logits(e, held.c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
+    return Rows(lse, nll, z_above_mean, metrics), held, sums
 
 
-def _order(e: Tensor, columns: Tensor, state: State) -> None:
+def _order(e: Tensor, columns: Tensor, held: Held) -> None:
     """Sort the rows by target, for dC and dbias. Called last, because only the backward pass needs the order."""
-    if state[KEYS] is not None:
-        order_by_target(columns, state[KEYS], state[ORDER], state[BOUNDS], _tile_entries(e))
+    by_target: tuple[Any, Any, Any] = held.keys, held.order, held.bounds
+    if held.keys is not None:
+        order_by_target(columns, *by_target, _tile_entries(e))
 
 
 def _tile_entries(e: Tensor) -> int:
@@ -155,64 +156,60 @@ def backward(
     columns: Tensor,
     scale: Tensor,
     rows: int,
-    state: State,
+    held: Held,
+    sums: GradientSums,
     main_grad_c: Tensor | None,
     o: Options,
     finished: Callable[[slice], None] | None = None,
     grad_lse: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
-    """Finish the gradients of e, c and bias in place, in state[GRAD_E], state[GRAD_C] and state[GRAD_BIAS].
+    """Finish the gradients of e, c and bias in place, in `sums`.
 
     main_grad_c, if given, gets dC.
 
     Args:
         e, c, columns, rows: as for `forward`.
         scale: () fp32, dL/dloss; or (N,), dL/d(row loss), with one chunk.
-        state: from `forward`; overwritten.
+        held, sums: from `forward`; sums are overwritten.
         o: as for `forward`.
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
         weights: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
-    w, factor, coefficient, of_lse, c_sum, keys, order, bounds, live, counts, *sums = map(present, state)
-    n_rows = e.shape[0]
+    factor, coefficient, n_rows = held.factor, held.coefficient, e.shape[0]
     first = (cdiv(n_rows, rows) - 1) * rows  # first row of the last chunk
     end: Tensor | None = scale  # what the last launch multiplies by
     if scale.dim() or grad_lse is not None:
         assert first == 0
-        factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, of_lse)
+        factor, coefficient = row_factors(scale, grad_lse, factor, coefficient, held.of_lse)
         end = None
     share = smooth_c = None
-    if c_sum is not None:
+    if held.c_sum is not None:
         grad_loss = scale if end is None else torch.ones_like(scale)
         share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
-        smooth_c = None if sums[3] is None else RankOne(None, column_sum(e, share))
-    targets_c = None if keys is None else TargetTerms(keys, order, bounds, coefficient, e)
+        smooth_c = None if sums.grad_c is None else RankOne(None, column_sum(e, share))
+    by_target: tuple[Any, Any, Any] = held.keys, held.order, held.bounds
     last = LastChunk(
-        e, c, columns, _corner(w, n_rows - first, c.shape[0]), factor, coefficient, end, share, c_sum, smooth_c,
-        targets_c, main_grad_c, _live(live, counts, slice(first, n_rows), rows),
+        e, c, columns, _corner(held.w, n_rows - first, c.shape[0]), factor, coefficient, end, share, held.c_sum,
+        smooth_c, None if held.keys is None else TargetTerms._make((*by_target, coefficient, e)), main_grad_c,
+        _live(held.live, held.counts, slice(first, n_rows), rows),
     )  # fmt: skip
-    grad_bias = sums.pop()
-    if grad_bias is not None:
-        _add_to_bias(grad_bias, last.w, rows_of(slice(first, n_rows), factor), first)
+    if sums.grad_bias is not None:
+        _add_to_bias(sums.grad_bias, last.w, rows_of(slice(first, n_rows), factor), first)
         everywhere = None if share is None else share.sum()
-        finish_bias_gradient(grad_bias, keys, order, bounds, _tile_entries(e), coefficient, everywhere, end, o)
+        finish_bias_gradient(sums.grad_bias, *by_target, _tile_entries(e), coefficient, everywhere, end, o)
     if first:
         finish_several(last, slice(first, n_rows), sums, finished)
     else:
-        finish_one(last, sums[1], sums[3])
-        if finished is not None and sums[1] is not None:
+        finish_one(last, sums.grad_e, sums.grad_c)
+        if finished is not None and sums.grad_e is not None:
             finished(slice(0, n_rows))
 
 
-# Indices into the state; the tensors from SUMS on are summed into.
-KEYS, ORDER, BOUNDS, COUNTS, SUMS, GRAD_E, GRAD_C, GRAD_BIAS = 5, 6, 7, 9, 10, 11, 13, 15
-
-
 class _Early(NamedTuple):
-    """The tensors of the state that the first kernels write, see `empty_state`.
+    """The tensors of `Held` that the first kernels write.
 
     grad_e: memory for dE, if it holds copies of e's rows until dE is written; else None.
     """
@@ -238,18 +235,8 @@ def _early(e: Tensor, c: Tensor, rows: int, dtype_e: torch.dtype | None, skip: b
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
     early: _Early | None = None, with_lse: bool = False, skip: bool = False,
-) -> State:  # fmt: skip
-    """The state that `forward` hands to `backward`, without values. Tensors that are not wanted are None.
-
-    w: (rows, V) the last chunk's exponentials. factor, coefficient: (N,) fp32, and of_lse:
-    (2, N) if log-sum-exps may get gradients, see `Gradient`. c_sum: (D,) fp32, the sum of C's rows, for label
-    smoothing. keys, order: (N,) the rows sorted by target. bounds: (tiles of dC + 1,), see `order_by_target`.
-    rows_live: (N,), and counts: (chunks + 1,), if ignored rows are left out (`skip`), see `live_rows`. parts: (splits,
-    N, D) fp32, parts of w C, with several chunks. Then value and rounding error (`lost`) of dE's and of dC's sum.
-    sum_bias: (V,) fp32, dbias.
-
-    early: tensors of the state that exist already.
-    """
+) -> tuple[Held, GradientSums]:  # fmt: skip
+    """What `forward` hands to `backward`, without values. early: tensors that exist already."""
     early = early or _early(e, c, rows, dtypes[0], skip)
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -273,8 +260,8 @@ def empty_state(
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)
     sum_bias = None if dtype_bias is None else e.new_empty(vocab, dtype=torch.float32)
     sums = [part for total in (sum_e, sum_c) for part in ((None, None) if total is None else (total.value, total.lost))]
-    orders = (keys, order, bounds, early.rows_live, early.counts)
-    return [early.w, *row_numbers, of_lse, c_sum, *orders, parts, *sums, sum_bias]
+    orders = keys, order, bounds, early.rows_live, early.counts
+    return Held._make((early.w, *row_numbers, of_lse, c_sum, *orders)), GradientSums._make((parts, *sums, sum_bias))
 
 
 def _corner(x: Tensor, rows: int, cols: int) -> Tensor:
@@ -292,21 +279,22 @@ def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
 
 
 def _add_products(
-    w: Tensor, e: Tensor, c: Tensor, state: State, chunk: slice, live: Live | None, home: Tensor | None
-) -> None:
+    w: Tensor, e: Tensor, c: Tensor, held: Held, sums: GradientSums, chunk: slice, live: Live | None,
+    home: Tensor | None,
+) -> None:  # fmt: skip
     """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries.
 
     The same for the bias: add the columns' sums of w times its factors. e: the chunk's rows; with `live` all rows, and
     `home` is memory for the chunk's.
     """
-    _, factor, *_, parts_e, grad_e, lost_e, grad_c, lost_c, grad_bias = map(present, state)
-    if grad_bias is not None:
-        _add_to_bias(grad_bias, w, factor[chunk], chunk.start)
+    if sums.grad_bias is not None:
+        _add_to_bias(sums.grad_bias, w, held.factor[chunk], chunk.start)
     rows = chunk if live is None else slice(0, len(e))  # of all rows
-    scaled = None if grad_c is None else scaled_rows(e, factor[rows], home, live)
-    if grad_e is not None:
-        store_hidden(w, c, parts_e, grad_e, lost_e, rows, live)
-    if scaled is not None:
+    scaled = None if sums.grad_c is None else scaled_rows(e, held.factor[rows], home, live)
+    if sums.grad_e is not None:
+        store_hidden(w, c, sums.parts, sums.grad_e, sums.lost_e, rows, live)
+    if scaled is not None and sums.grad_c is not None:
         product(
-            w, scaled, grad_c, lost_c, transpose_a=True, read=chunk.start > 0, beside=grad_e is not None, live=live,
+            w, scaled, sums.grad_c, sums.lost_c, transpose_a=True, read=chunk.start > 0,
+            beside=sums.grad_e is not None, live=live,
         )  # fmt: skip

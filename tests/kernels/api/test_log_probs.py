@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, IGNORE, Case, draw, error, gradients, in_fp64
+from cases import BF16, FP16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, of_operator
 from cce_kernels import linear_cross_entropy, linear_log_probs
 from everywhere import PLACES, devices, devices_with
 from stored_cases import Stored, three_products
@@ -182,13 +182,8 @@ def test_inside_a_compiled_program(options):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 9.0}], ids=str)
 def test_the_custom_operator_keeps_to_pytorchs_rules(options):
-    from cce_kernels.options import Options
-
-    e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    arguments = (
-        e, c, targets, bias, None, None, None, IGNORE, FP32, "none", False, True, [True, True, True],
-        *Options(**options).values(),
-    )  # fmt: skip
+    inputs = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    arguments = of_operator(*inputs, reduction="none", return_lse=False, **options)
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
 
 

@@ -39,8 +39,8 @@ def test_no_kernel_moves_single_numbers_of_16_bits(dim: int, rows: int, monkeypa
         e, c = (with_triton.prepare(torch.randn(n, dim).to(BF16), BF16) for n in (200, 1024))
         targets, ones, o, stored = torch.randint(1024, (200,)), torch.ones(200), Options(), with_triton.three_products
         columns, z_target = with_triton.find_targets(e, c, None, targets, -100, o)
-        _, state = stored.forward(e, c, columns, rows, (BF16, BF16, None), False, o, z_target=z_target)
-        stored.backward(e, c, columns, ones[0], rows, state, None, o)
+        _, held, sums = stored.forward(e, c, columns, rows, (BF16, BF16, None), False, o, z_target=z_target)
+        stored.backward(e, c, columns, ones[0], rows, held, sums, None, o)
         patch.setattr(jit.JITFunction, "run", compile_kernel)
         found = [launch for launch in launches if launch.name in KERNELS]
         narrow = {

@@ -175,10 +175,10 @@ def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
 @pytest.mark.parametrize(("n_rows", "dim", "vocab"), [(256, 2048, 256000), (1024, 2048, 256000), (16384, 1024, 131072)])
 def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
     pytest.importorskip("triton")
-    from cce_kernels.filter.select import empty_state
+    from cce_kernels.filter.select import empty_lists
 
     o = Options(filter_eps=2.0**-12, filter_unbiased=True)
-    kept = empty_state(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)
+    kept = empty_lists(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)
     assert sum(x.nbytes for x in kept) <= _state_bytes(n_rows, dim, vocab, 65536, o)
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from cases import BF16, check_default_dtype, gradients
+from cases import BF16, check_default_dtype, gradients, of_operator
 from cce_kernels import linear_cross_entropy
-from cce_kernels.options import Options
 from filter_cases import (
     FILTERED,
     SMALL,
@@ -64,9 +63,7 @@ def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, op
 
 def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     e, c, targets, _ = drawn(Filtered("operator", shape=(20, 16, 300)), BF16, "cpu")
-    o = Options(filter_eps=2.0**-6, filter_unbiased=True)
-    needs = [True, True, False]
-    arguments = (e, c, targets, None, None, None, None, -100, BF16, "mean", True, False, needs, *o.values())
+    arguments = of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cce_kernels_interpreted.cross_entropy.default, arguments, test_utils=checks)
 

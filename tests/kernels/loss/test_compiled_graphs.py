@@ -16,11 +16,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 pytest.importorskip("triton")
 
-from cce_kernels import operators
+from cce_kernels import backends, operators
 from cce_kernels.backends import with_triton
-from cce_kernels.options import Options
 from cce_kernels.planner import Plan
-from cce_kernels.schemes import three_products
+from cce_kernels.saved import GradientSums
 from compiling import pretend
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")
@@ -31,7 +30,7 @@ ROWS, VOCAB = 64, 391
 def backward_graph(monkeypatch):
     """A function from options to the graph of the backward pass through a compiled loss with stored exponentials."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(operators, "backend_of", lambda x: with_triton)
+    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
     monkeypatch.setattr(with_triton, "plan", lambda *_: Plan(ROWS, 0))
 
     def of(**options) -> torch.fx.Graph:
@@ -58,16 +57,15 @@ def backward_graph(monkeypatch):
 def written(graph: torch.fx.Graph) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes that the compiler copies because the operator may write to them."""
     [node] = [node for node in graph.nodes if "auto_functionalized" in str(node.target)]
-    assert node.args[0] is torch.ops.cce_kernels.cross_entropy_backward_stored.default
+    assert node.args[0] is torch.ops.cce_kernels.cross_entropy_backward.default
     bases = [base.meta["val"] for base in node.kwargs["_all_bases"]]
     return [(tuple(base.shape), base.dtype) for base in bases]
 
 
 def test_exponentials_keys_and_factors_are_read_only(backward_graph):
     graph = backward_graph()
-    n_sums = len(three_products.empty_state(*sizes())[three_products.SUMS :])
     found = written(graph)
-    assert len(found) == n_sums
+    assert len(found) == len(GradientSums._fields)
     assert all(shape[0] != ROWS for shape, _ in found), "stored exponentials, or hidden states times factors"
     assert {dtype for _, dtype in found} <= {torch.bfloat16, torch.float32, torch.int8}, "keys are integers"
     assert sum(shape == (VOCAB, 64) for shape, _ in found) == 2  # dC and what its rounding lost
@@ -82,15 +80,10 @@ def test_a_buffer_of_the_callers_is_the_only_other_thing_written_to(backward_gra
 
 def test_each_backend_of_a_cpu_has_operators_of_its_own():
     """torch.compile keeps graphs on disk by the operators' names. A graph holds the plan of one backend."""
-    code = "from cce_kernels import operators; print(operators._cross_entropy_op._qualname)"
+    code = "from cce_kernels import operators; print(operators._forward_op._qualname)"
     interpreted = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     assert interpreted.stdout.strip() == "cce_kernels_interpreted::cross_entropy"
-    assert operators._cross_entropy_op._qualname == "cce_kernels::cross_entropy"
-
-
-def sizes():
-    e, c, *_ = draw(Case("compiled", shape=(150,), dim=64, vocab=VOCAB, dtype=BF16), "cpu")
-    return e, c, ROWS, (BF16, BF16, None), Options()
+    assert operators._forward_op._qualname == "cce_kernels::cross_entropy"

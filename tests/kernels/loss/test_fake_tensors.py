@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cce_kernels import PRESETS, linear_cross_entropy
-from cce_kernels.arguments import make_options
+from cce_kernels.arguments import checked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the same without kernels")
@@ -64,11 +64,9 @@ def test_a_gpu_that_is_not_here_filters_where_that_is_faster(rows, filtered):
         with FakeTensorMode():
             e, c = (torch.empty(n, 2304, device="cuda", dtype=torch.bfloat16) for n in (rows, 128256))
             targets = torch.empty(rows, device="cuda", dtype=torch.int64)
-            o = make_options(preset, {})
-            *_, state = torch.ops.cce_kernels.cross_entropy(
-                e, c, targets, None, None, None, None, -100, e.dtype, "mean", False, False, [True, True, False],
-                *o.values(),
-            )  # fmt: skip
+            inputs, call, _ = checked(e, c, targets, None, None, None, {}, preset=preset)
+            call = call._replace(needs=(True, True, False))
+            *_, state = torch.ops.cce_kernels.cross_entropy(*inputs, call.handle())
         states.append([(x.shape, x.dtype) for x in state])
     assert (states[0] != states[1]) == filtered
 

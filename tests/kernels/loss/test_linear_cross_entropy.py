@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from cases import (
     error,
     gradients,
     in_fp64,
+    of_operator,
     torch_path,
 )
 from cce_kernels import (
@@ -32,7 +32,6 @@ from cce_kernels import (
     reference_linear_cross_entropy,
 )
 from cce_kernels.accumulator import Accumulator
-from cce_kernels.options import Options
 from hypothesis import given, settings
 from random_cases import random_cases
 from torch.testing._internal.two_tensor import TwoTensor
@@ -353,12 +352,8 @@ def test_main_grad_is_added_to_in_place_of_a_gradient(filter_eps):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}, {"filter_eps": 2**-6}], ids=str)
 def test_the_custom_operator_keeps_to_pytorchs_rules(options):
     """Schema, fake kernel, autograd registration and a trace through AOTAutograd, as torch.library checks them."""
-    e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    weights = torch.linspace(-1, 1, 20) if options else None
-    arguments = (
-        e, c, targets, bias, None, None, weights, IGNORE, FP32, "mean", True, True, [True, True, True],
-        *astuple(Options(**options)),
-    )  # fmt: skip
+    inputs = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    arguments = of_operator(*inputs, torch.linspace(-1, 1, 20) if options else None, **options)
     torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
 
 

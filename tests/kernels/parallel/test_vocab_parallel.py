@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path, weights_of
+from cases import BF16, IGNORE, Case, draw, error, gradients, in_fp64, of_operator, torch_path, weights_of
 from cce_kernels import (
     linear_cross_entropy,
     reference_linear_cross_entropy,
@@ -13,8 +13,8 @@ from cce_kernels import (
     vocabulary_shards,
 )
 from cce_kernels.backends import in_torch
-from cce_kernels.options import Options
-from cce_kernels.parallel.operators import _metric_parts
+from cce_kernels.options import Options, Place
+from cce_kernels.parallel.rows import metric_parts
 from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start, start_forked
 
@@ -155,7 +155,7 @@ def test_a_shard_that_a_bias_masks_has_no_largest_logit():
     e, c = (x.detach() for x in draw(Case("masked", shape=(5,), vocab=40), "cpu")[:2])
     bias, stand_ins = torch.full((40,), -torch.inf), torch.zeros(5, dtype=torch.long)
     rows = in_torch.forward(e, c, bias, stand_ins, True, Options())
-    _, largest = _metric_parts(rows, is_here=torch.zeros(5, dtype=torch.bool))
+    _, largest = metric_parts(rows, is_here=torch.zeros(5, dtype=torch.bool))
     assert (largest == -torch.inf).all()
 
 
@@ -217,11 +217,10 @@ def test_shards_are_as_equal_as_dtensors_and_none_is_empty():
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0}, {"filter_eps": 2**-6}], ids=str)
 def test_the_custom_operator_keeps_to_pytorchs_rules(options, rows, alone):
     """As in test_linear_cross_entropy."""
-    e, c, targets, bias = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    place = dist.group.WORLD.group_name, [30], rows == "own", False
-    weights = torch.linspace(-1, 1, 20) if options else None
-    inputs = (e, c, targets, bias, None, None, weights, IGNORE, FP32, True, True, [True] * 3)
-    torch.library.opcheck(torch.ops.cce_kernels.vocab_parallel.default, (*inputs, *place, *Options(**options).values()))
+    inputs = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
+    place = Place(dist.group.WORLD.group_name, (30,), rows == "own", agreed=False)
+    arguments = of_operator(*inputs, torch.linspace(-1, 1, 20) if options else None, place, **options)
+    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
 
 
 @pytest.mark.parametrize("own_group", [False, True])
