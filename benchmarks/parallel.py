@@ -39,17 +39,11 @@ from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import model_in_words
+from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.runs.environment import command_line, describe_environment
 from linrnn.runs.intervals import Estimate, estimate
 from linrnn.training.optimizer import build_optimizer
-from linrnn.training.runtime import (
-    compute_dtype,
-    device_name,
-    parameter_dtype,
-    resolve_device,
-    resolve_precision,
-    synchronize,
-)
+from linrnn.training.runtime import device_name, resolve_device, resolve_precision, synchronize
 
 MIB = 2**20
 FP32 = 4

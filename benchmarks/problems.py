@@ -21,7 +21,8 @@ from linrnn.core.errors import ConfigError
 from linrnn.inference.load import open_reading
 from linrnn.losses import LossBackend
 from linrnn.losses.base import IGNORE_INDEX
-from linrnn.training.runtime import loss_inputs, synchronize, without_tf32
+from linrnn.models.language_model import loss_inputs
+from linrnn.training.runtime import synchronize, without_tf32
 
 HALF_IGNORED, TRAINED = "half_ignored", "trained"
 KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where a checkpoint is named

@@ -52,6 +52,7 @@ from linrnn.core.tables import show
 from linrnn.data import Batch, BatchLoader, PreparedData, prepare
 from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import build_model, tuning
+from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import Stopwatch
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import command_line, gpu_state
@@ -59,14 +60,7 @@ from linrnn.training.execution.compilation import compile_kernels_of, rehearse, 
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
-from linrnn.training.runtime import (
-    compute_dtype,
-    parameter_dtype,
-    prepare_process,
-    resolve_device,
-    resolve_precision,
-    synchronize,
-)
+from linrnn.training.runtime import prepare_process, resolve_device, resolve_precision, synchronize
 from linrnn.training.starting import Weights, find_weights
 
 # So small that the weights, and with them the logits, stay what they are at first. No time depends on the rate itself.

@@ -11,9 +11,8 @@ from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend, check_capturable
 from linrnn.models import LanguageModel
-from linrnn.profiling import LossObserver
+from linrnn.profiling import LossObserver, forward_backward
 from linrnn.training.execution.cuda_graph import GraphedPasses
-from linrnn.training.execution.passes import forward_backward
 from linrnn.training.optimizer import clip_gradients
 
 
@@ -91,16 +90,8 @@ class TrainingStep:
         return self._passes(loss, self.batch, *observers)[0]
 
     def _passes(self, loss: LossBackend, batch: Batch, *observers: LossObserver) -> tuple[Tensor, dict[str, Tensor]]:
-        return forward_backward(
-            self.replica,
-            loss,
-            batch,
-            *observers,
-            tokens=self.tokens,
-            scale=self.ranks.loss_scale,
-            precision=self.precision,
-            device=self.device,
-        )
+        settings = (self.tokens, self.ranks.loss_scale, self.precision, self.device)
+        return forward_backward(self.replica, loss, batch, *settings, observers)
 
     def _update(self) -> None:
         self.clip()

@@ -13,10 +13,10 @@ def main(config: EvaluateConfig) -> None:
     from linrnn.inference.load import directory_of_tokenizer, open_data, read_model
     from linrnn.losses import build_loss
     from linrnn.models import tuning
+    from linrnn.models.language_model import compute_dtype, parameter_dtype
     from linrnn.training import checkpoint
     from linrnn.training.evaluation import evaluate
     from linrnn.training.plan import check_reading_fits, make_plan
-    from linrnn.training.runtime import compute_dtype, parameter_dtype
     from linrnn.training.starting import vocab_size
 
     directory = checkpoint.required("checkpoint", config.checkpoint)

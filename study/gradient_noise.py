@@ -26,7 +26,7 @@ from linrnn.core.plot_style import COLOURS, subplots
 from linrnn.data import Batch
 from linrnn.inference.load import open_reading
 from linrnn.losses import build_loss
-from linrnn.training.runtime import compute_dtype, loss_inputs
+from linrnn.models.language_model import compute_dtype, loss_inputs
 
 BATCHES, SAMPLED, DRAWS = 24, 12, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
 SEQUENCES = (8, 2)  # of a batch

@@ -14,7 +14,7 @@ from linrnn.config import load_config
 from linrnn.distributed.sharding import make_mesh, part_of, shard
 from linrnn.models import BlankModel, LanguageModel, build_model
 from linrnn.models.architecture import resolve
-from linrnn.training.runtime import parameter_dtype
+from linrnn.models.language_model import parameter_dtype
 
 
 def compare(rank: int, world_size: int, port: int, overrides: list[str], device_type: str, log: str) -> None:

@@ -20,8 +20,8 @@ INTO_NEW_DIRECTORIES = {
     "data/prepare.py",
     "data/tokenizer.py",
     "inference/export.py",
-    "training/checkpoint/files.py",
-    "training/checkpoint/saving.py",
+    "training/checkpoint/format.py",
+    "training/checkpoint/write.py",
 }
 
 

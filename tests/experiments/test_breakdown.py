@@ -101,7 +101,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
     plain, timed = trainer(small, option), trainer(small, option)
     values = plain.train_step().read()  # also pays for what a process does once
     clock = PartClock(timed.model, timed.optimizer, timed.device)
-    timed.measurements.memory = clock  # type: ignore[assignment]
+    timed.log.memory = clock  # type: ignore[assignment]
     with clock.watch():
         record = timed.train_step()
     assert record.read() == values

@@ -20,9 +20,9 @@ from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, Stor
 from linrnn.core.interrupts import StopRequest, heeded
 from linrnn.data import check_validation
 from linrnn.runs.metrics import read_jsonl
-from linrnn.training import outcome
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import foreseen_bytes, found, saving
+from linrnn.training.checkpoint import foreseen_bytes, found, write
+from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -113,13 +113,13 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
 def test_a_signal_while_the_summary_is_written_does_not_lose_it(
     small: Small, monkeypatch: pytest.MonkeyPatch, deadly: None
 ) -> None:
-    summarise = outcome.summary_of_run
+    summarise = RunLog.summary
 
-    def signalled(*arguments: Any) -> Any:
+    def signalled(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return summarise(*arguments)
+        return summarise(*arguments, **options)
 
-    monkeypatch.setattr(outcome, "summary_of_run", signalled)
+    monkeypatch.setattr(RunLog, "summary", signalled)
     trainer = Trainer(load_config(small()))
     assert trainer.fit()["status"] == "finished"
     assert trainer.directory.read_summary() is not None
@@ -131,11 +131,11 @@ def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
     class Killed(BaseException):
         """Stands for kill -9."""
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(outcome, "summary_of_run", die)
+        patch.setattr(RunLog, "summary", die)
         with pytest.raises(Killed):
             Trainer(load_config(small())).fit()
     again = Trainer(load_config(small()))
@@ -252,7 +252,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(
     with pytest.raises(StorageError, match="no room for 1 checkpoint") as error:
         trainer.fit()
     assert error.value.exit_code == 7
-    assert trainer.state.steps_here == 0
+    assert trainer.steps_here == 0
     with_free(3 * size - 1)
     with pytest.raises(StorageError, match="no room for 3 checkpoint"):
         Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2"))).fit()
@@ -279,9 +279,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "sync", full)
+    monkeypatch.setattr(write, "sync", full)
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
-    trainer.state.step = 497
+    trainer.step = 497
     with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):
         trainer.fit()
     assert trainer.step < 1000

@@ -21,7 +21,7 @@ from linrnn.config.cli import one_line
 from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError
 from linrnn.training import checkpoint
-from linrnn.training.checkpoint.files import read_state, write_state
+from linrnn.training.checkpoint.format import read_state, write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -92,7 +92,7 @@ def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(
     monkeypatch.setattr(sys, "argv", ["train.py", f"key={secret}"])
     with pytest.raises(RuntimeError):
         trainer.fit()
-    trainer.session.console.line(f"the key is {secret}")
+    trainer.log.line(f"the key is {secret}")
     assert secret not in capsys.readouterr().out
     files = [path for path in trainer.directory.path.rglob("*") if path.is_file()]
     assert not [path for path in files if secret.encode() in path.read_bytes()]

@@ -11,9 +11,9 @@ from fitting import fitted
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.experiments.points import foresee
-from linrnn.training import outcome
 from linrnn.training.checkpoint import found, read_progress, read_state
-from linrnn.training.checkpoint.files import write_state
+from linrnn.training.checkpoint.format import write_state
+from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -47,11 +47,11 @@ def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
 
     def killed_after_the_checkpoint() -> None:
         saved()
-        longer.saver.wait()
+        longer.checkpointer.wait()
         raise Killed
 
     monkeypatch.setattr(longer, "save", killed_after_the_checkpoint)
-    monkeypatch.setattr(outcome, "summary_of_run", Killed.now)  # a killed process writes nothing more
+    monkeypatch.setattr(RunLog, "summary", Killed.now)  # a killed process writes nothing more
     with pytest.raises(Killed):
         longer.fit()
     assert found(longer.directory.checkpoints)[-1].name == "step_00000005"
@@ -74,7 +74,7 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
     @classmethod
-    def now(cls, *_: object) -> None:
+    def now(cls, *_: object, **__: object) -> None:
         raise cls
 
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,8 @@ from linrnn.config import load_config
 from linrnn.core.errors import DivergedError, InterruptedRun, RankFailedError
 from linrnn.distributed import DistributedRanks, Launch, Ranks
 from linrnn.distributed.ranks import ReplicatedRanks
-from linrnn.runs.directory import RunDirectory
 from linrnn.training.checkpoint import found
-from linrnn.training.session import Session
-from linrnn.training.step import StepRecord
+from linrnn.training.run_log import StepRecord, lost_summary
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -85,7 +84,8 @@ def test_several_ranks_save_once_when_the_clock_asks(
 ) -> None:
     """A checkpoint is asked for after step 2 and written after step 3. Nobody asks again in between."""
     trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")), group_of_one)
-    monkeypatch.setattr(trainer, "_checkpoint_is_due", lambda: trainer.step - (trainer.state.saved_step or 0) >= 2)
+    own = trainer.checkpointer
+    monkeypatch.setattr(own, "is_due", lambda _: trainer.step - (own.saved_step or 0) >= 2)
     trainer.fit()
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in (3, 6, 8)]
 
@@ -189,16 +189,12 @@ def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small:
 
 
 # ---------------------------------------------------------------------------------------------------- a lost rank
-def test_the_summary_of_a_lost_rank_counts_the_steps_of_all_ranks(small: Small, monkeypatch: Patch) -> None:
+def test_the_summary_of_a_lost_rank_counts_the_steps_of_all_ranks(small: Small) -> None:
     """One rank alone would take 8 steps for these tokens, beyond the schedule's end."""
     options = ("parallel=ddp", "trainer.max_tokens=64", "trainer.batch_size=1", "trainer.seq_len=8", "schedule.steps=4")
     config = load_config(small(*options, "trainer.max_steps=null"))
-    plan = SimpleNamespace(world_size=2, tokens_per_step=16)
-    session = Session(config, plan, Ranks())  # type: ignore[arg-type]
-    written: list[dict[str, Any]] = []
-    monkeypatch.setattr(RunDirectory, "started", "yesterday")
-    monkeypatch.setattr(session, "write_summary", lambda step, summary: written.append(summary))
-    session.write_lost_summary(3, RankFailedError("rank 1 stopped", "see its output", 6))
-    [summary] = written
+    plan: Any = SimpleNamespace(config=config, world_size=2, tokens_per_step=16)
+    directory: Any = SimpleNamespace(path=Path("x"), started="yesterday")
+    summary = lost_summary(plan, directory, 3, RankFailedError("rank 1 stopped", "see its output", 6))
     assert (summary["status"], summary["steps"], summary["tokens"]) == ("diverged", 3, 48)
     assert "schedule.steps=4 " in summary["training"]

@@ -164,7 +164,9 @@ def test_a_new_run_names_the_one_that_differs_in_few_keys_and_every_way_on_works
         same = again.directory.path == first.directory.path
         assert same == ("schedule.steps" in " ".join(way))
         log = (again.directory.path / "train.log").read_text()
-        assert ("resuming at step" if same else f"continuing default/{first.session.name} after step {step}") in log
+        assert (
+            "resuming at step" if same else f"continuing default/{first.directory.path.name} after step {step}"
+        ) in log
     assert line.endswith("more steps under a learning-rate schedule that begins anew")
 
 
@@ -178,10 +180,10 @@ def test_a_run_whose_data_moved_names_the_run_that_it_was(
     fitted(moved)
     [line] = said(capsys)
     assert line == (
-        f"run {first.directory.path} has the keys and the data of this one: run_name={first.session.name} "
+        f"run {first.directory.path} has the keys and the data of this one: run_name={first.directory.path.name} "
         "continues it at step 3"
     )
-    again = fitted([*moved, f"run_name={first.session.name}"])
+    again = fitted([*moved, f"run_name={first.directory.path.name}"])
     assert "resuming at step 3" in (again.directory.path / "train.log").read_text()
 
 

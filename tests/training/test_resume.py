@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, DivergedError
 from linrnn.core.interrupts import SIGNALS
+from linrnn.training import trainer as trainer_module
 from linrnn.training.checkpoint import TENSORS, found
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.trainer import Trainer
@@ -148,7 +149,7 @@ def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]])
         fewer.fit()
     longer = Trainer(load_config([*run, "trainer.max_steps=5"]))
     longer.data = replace(longer.data, train=longer.data.valid)
-    longer._build()  # on other data than the checkpoint's
+    longer._build(None)  # on other data than the checkpoint's
     with pytest.raises(DataError, match="the checkpoint's data position"):
         longer.fit()
     assert bytes_below(trainer.directory.path) == before
@@ -185,7 +186,7 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., l
     first = Trainer(load_config(small()))
     summary = first.fit()
     refused = Trainer(
-        load_config(small("trainer.resume=never", "continue_from=nowhere", f"run_name={first.session.name}"))
+        load_config(small("trainer.resume=never", "continue_from=nowhere", f"run_name={first.directory.path.name}"))
     )
     with pytest.raises(ConfigError, match="nowhere"):
         refused.fit()
@@ -236,14 +237,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_begins_again(
             fitted(small(f"{key}={directory.path}", "group=other"))
     again = Trainer(load_config(small(*plan, "trainer.max_steps=6")))
     kept: list[list[str]] = []
-    save, names = again.saver.save, lambda: [path.name[-1] for path in found(directory.checkpoints)]
+    save, names = again.checkpointer.save, lambda: [path.name[-1] for path in found(directory.checkpoints)]
 
     def watched(*arguments: Any) -> None:
         save(*arguments)
-        again.saver.wait()
+        again.checkpointer.wait()
         kept.append(names())
 
-    again.saver.save = watched  # type: ignore[method-assign]
+    again.checkpointer.save = watched  # type: ignore[method-assign]
     again.fit()
     output = capsys.readouterr().out
     assert "no checkpoint of this run is sound (step_00000004): starting again at step 0" in output
@@ -281,6 +282,6 @@ def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small: Callabl
 def test_a_perplexity_beyond_a_double_is_null_in_the_summary(
     small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trainer, "_evaluate", lambda self: Evaluation(1e3, math.inf, None, n_tokens=9))
+    monkeypatch.setattr(trainer_module, "evaluate", lambda *_, **__: Evaluation(1e3, math.inf, None, n_tokens=9))
     summary = Trainer(load_config(small("trainer.max_steps=1"))).fit()
     assert (summary["status"], summary["valid_loss_nats"], summary["valid_perplexity"]) == ("finished", 1e3, None)

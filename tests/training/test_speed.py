@@ -59,7 +59,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
     from linrnn.training import checkpoint
     from linrnn.training import trainer as module
 
-    evaluate, save = module.evaluate, checkpoint.Saver.save
+    evaluate, save = module.evaluate, checkpoint.Checkpointer.save
     paused = 0.0
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
         return call
 
     monkeypatch.setattr(module, "evaluate", slowly(evaluate))
-    monkeypatch.setattr(checkpoint.Saver, "save", slowly(save))
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(save))
     starts: list[float] = []
     step = Trainer.train_step
 

@@ -19,7 +19,7 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
 from linrnn.training.checkpoint import found
-from linrnn.training.checkpoint.files import checksums, read_state, write_state
+from linrnn.training.checkpoint.format import checksums, read_state, write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -50,11 +50,11 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     step = found(first.directory.checkpoints)[-1]
     plan = ("trainer.batch_size=4", "loss=standard", "optimizer.lr=0.001", "schedule.steps=4", "seed=1")
     second = fitted(small(*plan, f"continue_from={step}", "trainer.max_steps=2"))
-    expected = {"run": f"default/{first.session.name}", "step": 3, "tokens": 3 * 2 * 80}
+    expected = {"run": f"default/{first.directory.path.name}", "step": 3, "tokens": 3 * 2 * 80}
     assert summary_of(second)["continues"] == expected
     assert summary_of(second)["steps"] == 2
     assert summary_of(first)["continues"] is None
-    assert f"continuing default/{first.session.name} after step 3" in capsys.readouterr().out
+    assert f"continuing default/{first.directory.path.name} after step 3" in capsys.readouterr().out
     shutil.rmtree(first.directory.path)  # what was continued is no longer needed
     again = fitted(small(*plan, f"continue_from={step}", "trainer.max_steps=4"))
     assert again.directory.path == second.directory.path
@@ -117,7 +117,7 @@ def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
 def test_weights_of_another_model_are_refused_before_a_model_is_built(
     small: Small, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("linrnn.training.build.BlankModel", None)
+    monkeypatch.setattr("linrnn.training.trainer.BlankModel", None)
     with pytest.raises(ConfigError, match="it is a gla and this run has model=kda") as error:
         Trainer(load_config(small(f"init_from={run}", "model=kda")))
     assert error.value.remedy == "use model=gla, or another init_from"
@@ -263,7 +263,7 @@ def test_evaluate_names_the_tokenizer_of_the_data_and_the_one_to_use(
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(small: Small) -> None:
-    from linrnn.training.checkpoint.files import read_state, write_state
+    from linrnn.training.checkpoint.format import read_state, write_state
 
     run = fitted(small("schedule.steps=5"))
     [newest] = found(run.directory.checkpoints)

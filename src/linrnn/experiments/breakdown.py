@@ -19,13 +19,14 @@ from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
+from linrnn.models.language_model import compute_dtype
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.intervals import Estimate
 from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
-from linrnn.training.runtime import compute_dtype, device_name
+from linrnn.training.runtime import device_name
 
 # Parts of the time, and the components of the FLOPs that belong to each.
 SCAN = "mixer/scan"  # all of a mixer but its linear layers: recurrence or attention, convolutions, gates, norms
@@ -83,7 +84,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
         name: the run's name.
     """
-    memory_observer = trainer.measurements.memory
+    memory_observer = trainer.log.memory
     saved = SavedActivations(trainer.model)
     times = []
     with collected_at_known_points():
@@ -95,10 +96,10 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
         _step(trainer, saved.watch())
         for _ in range(steps):
             clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
-            trainer.measurements.memory = clock
+            trainer.log.memory = clock
             _step(trainer, clock.watch())
             times.append(clock.seconds())
-        trainer.measurements.memory = memory_observer
+        trainer.log.memory = memory_observer
         trainer.loss = sum_of_inputs  # this step makes the weights meaningless, so it comes last
         memory_observer.start()
         _step(trainer)
@@ -110,7 +111,7 @@ def _step(trainer: Any, watched: contextlib.AbstractContextManager[None] | None 
     """A training step, with Python's garbage collected after it, as in a run."""
     with watched or contextlib.nullcontext():
         trainer.train_step()
-    collect_after(trainer.state.steps_here)
+    collect_after(trainer.steps_here)
 
 
 def check_parts(config: TrainerConfig) -> None:

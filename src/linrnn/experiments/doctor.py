@@ -15,9 +15,10 @@ from linrnn.losses import apple_variants, check_loss, loss_names
 from linrnn.losses.requirements import c_compiler, cxx_compiler, has_python_headers
 from linrnn.models import check_supported
 from linrnn.models.architecture import MODELS
+from linrnn.models.language_model import compute_dtype
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.loggers import has_wandb_key
-from linrnn.training.runtime import compute_dtype, resolve_device, resolve_precision
+from linrnn.training.runtime import resolve_device, resolve_precision
 
 
 @dataclass(frozen=True)

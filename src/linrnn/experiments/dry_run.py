@@ -14,10 +14,10 @@ from linrnn.core.machine import cores, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
+from linrnn.models.language_model import compute_dtype
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
-from linrnn.training.runtime import compute_dtype
 
 DATA_OF_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME, as of every model in FLA's format

@@ -21,11 +21,11 @@ from linrnn.core.output import say as print_line
 from linrnn.data import Batch
 from linrnn.models import build_model, tuning
 from linrnn.models.architecture import resolve
+from linrnn.models.language_model import loss_inputs, parameter_dtype
 from linrnn.models.tuning.choices import chosen, gpu_capability, gpu_name
 from linrnn.models.tuning.table import TABLES, Table, read_table
 from linrnn.training.execution.compilation import rehearse
 from linrnn.training.plan import make_plan
-from linrnn.training.runtime import loss_inputs, parameter_dtype
 
 LAYERS = 2  # the first has no residual to add; all later ones are alike
 VOCAB_SIZE = 1024  # no kernel of the blocks depends on it

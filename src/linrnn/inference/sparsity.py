@@ -24,7 +24,7 @@ from linrnn.data import Batch
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel, tuning
 from linrnn.models.facts import model_in_words
-from linrnn.training.runtime import loss_inputs
+from linrnn.models.language_model import loss_inputs
 
 EXPONENTS = 32  # 2^-0 to 2^-31; smaller values count as the last
 BANDS = {"top 1/1600": 1 / 1600, "to 1 %": 0.01, "to 10 %": 0.1, "rest": 1.0}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from linrnn.core.errors import ConfigError
+from linrnn.data import Batch
 from linrnn.models.chunk_size import with_chunk_size
 from linrnn.models.facts import Architecture, facts_of
 from linrnn.models.fla_any import (
@@ -196,3 +197,40 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
     """Whether selective checkpointing keeps the result of an operation."""
     kept = str(operation) in KEPT_PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ------------------------------------------------------------------------------------------------------- precision
+def parameter_dtype(precision: str) -> torch.dtype:
+    """The dtype of parameters, and so of gradients and optimizer state."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """The dtype of matrix products, and of a loss backend's hidden states and weight."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
+
+
+def loss_inputs(model: Any, batch: Batch, precision: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The three inputs of every loss backend: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,).
+
+    Args:
+        model: a LanguageModel, or a replica of one.
+        batch: (sequences, tokens), on any device.
+        precision: `trainer.precision` without `auto`.
+    """
+    dtype = compute_dtype(precision)
+    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
+    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
+        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
+    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy `tensor` to the device; to a GPU from pinned memory.
+
+    From other memory the host might wait until the GPU has finished all earlier work.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

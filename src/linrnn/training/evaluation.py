@@ -11,8 +11,8 @@ from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.models import LanguageModel, tuning
+from linrnn.models.language_model import loss_inputs
 from linrnn.runs.metrics import bits_per_byte, perplexity
-from linrnn.training.runtime import loss_inputs
 
 
 @dataclass

@@ -23,10 +23,11 @@ from linrnn.distributed import Launch
 from linrnn.losses import check_loss, check_vocabulary_parallel
 from linrnn.models import check_device, check_heads, check_installed
 from linrnn.models.architecture import Architecture, resolve
+from linrnn.models.language_model import compute_dtype
 from linrnn.runs.loggers import check_wandb
 from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.execution.float8 import check_float8
-from linrnn.training.runtime import a_gpu, compute_dtype, resolve_device, resolve_precision
+from linrnn.training.runtime import a_gpu, resolve_device, resolve_precision
 
 FP32 = 4  # bytes
 

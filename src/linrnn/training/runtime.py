@@ -1,7 +1,4 @@
-"""What a process settles before it builds anything: device, precision, seeds, determinism, memory budget.
-
-And the forward pass in that precision, which training, validation and benchmarks share: :func:`loss_inputs`.
-"""
+"""What a process settles before it builds anything: device, precision, seeds, determinism, memory budget."""
 
 import contextlib
 import os
@@ -14,8 +11,7 @@ import torch
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.interrupts import keep_from_llvm
-from linrnn.data import Batch
-from linrnn.models import LanguageModel, tuning
+from linrnn.models import tuning
 
 
 def device_name(device: torch.device) -> str:
@@ -64,23 +60,6 @@ def resolve_precision(name: str, device: torch.device) -> str:
     return name
 
 
-def parameter_dtype(precision: str) -> torch.dtype:
-    """The dtype of parameters, and so of gradients and optimizer state."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """The dtype of matrix products, and of a loss backend's hidden states and weight."""
-    return torch.float32 if precision == "fp32" else torch.bfloat16
-
-
-@contextlib.contextmanager
-def autocast(precision: str, device: torch.device) -> Iterator[None]:
-    """bf16 autocast if the precision asks for it, else nothing."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
-        yield
-
-
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Inside the block, products in fp32 round as fp32 on a GPU, too."""
@@ -90,28 +69,6 @@ def without_tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def loss_inputs(
-    model: LanguageModel, batch: Batch, precision: str, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The three inputs of every loss backend: hidden (N, D) and weight (V, D) in the compute dtype, labels (N,)."""
-    dtype = compute_dtype(precision)
-    cu_seqlens = None if batch.cu_seqlens is None else _sent(batch.cu_seqlens, device)
-    input_ids, labels = _sent(batch.input_ids, device), _sent(batch.labels, device)
-    with autocast(precision, device):
-        hidden_BTD = model(input_ids, cu_seqlens=cu_seqlens)
-    return hidden_BTD.flatten(0, 1).to(dtype), model.head(dtype), labels.flatten()
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` to the device; to a GPU from pinned memory.
-
-    From other memory the host might wait until the GPU has finished all earlier work.
-    """
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def prepare_process(config: Config, device: torch.device) -> None:

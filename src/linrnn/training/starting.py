@@ -1,14 +1,12 @@
-"""Where a run starts: from its own newest checkpoint, from other weights, or from another run's state.
+"""What a run starts from: its data, its directory, and state: its own newest checkpoint's, or another run's.
 
-What a run starts from instead of random weights: `init_from` (weights only) or `continue_from` (all state).
-
-Weights know token ids, not text. They are useful only if the data's ids mean the same as in their training.
+`init_from` takes weights alone, `continue_from` the whole state of another run. Weights know token ids, not text: they
+are useful only if the data's ids mean the same as in their training.
 """
 
 import contextlib
-import math
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,10 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import ending_at
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.core.files import read_object
-from linrnn.data import PreparedData
+from linrnn.core.output import say
+from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare
 from linrnn.data.tokenizer import load_tokenizer
+from linrnn.distributed import Launch, Ranks
 from linrnn.models import (
     LanguageModel,
     check_dimensions,
@@ -32,9 +32,10 @@ from linrnn.models import (
 )
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import WHOLE, Part
-from linrnn.runs.directory import CHECKPOINTS, IDENTITY, SUMMARY, RunDirectory, continuing, differences, in_words
-from linrnn.runs.summary import MEAN_OF_LAST
+from linrnn.runs.directory import ASIDE, CHECKPOINTS, IDENTITY, SUMMARY, RunDirectory, continuing, differences, in_words
+from linrnn.runs.summary import finished_lines
 from linrnn.training import checkpoint
+from linrnn.training.optimizer import Schedule
 from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
@@ -42,29 +43,129 @@ FEW = 3  # keys in which a run may differ from one that it resembles
 EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
 
-@dataclass
-class RunState:
-    """The state of a run.
+def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
+    """The run's data. The first rank prepares it; one rank of each machine compares all of it with the recorded hashes.
 
-    Attributes:
-        step: optimizer steps done by all processes of the run.
-        steps_here: steps done by this process.
-        recent_losses: losses of the latest steps, nats.
-        continues: the run, step and tokens behind step 0; None for a run from scratch.
-        saved_step: step of the newest checkpoint.
+    Raises:
+        DataError: the data is unusable, altered, or has too little text for validation.
     """
 
-    step: int = 0
-    steps_here: int = 0
-    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=MEAN_OF_LAST))
-    continues: dict[str, Any] | None = None
-    saved_step: int | None = None
+    def prepared() -> PreparedData:
+        progress = ConsoleProgress() if ranks.is_first else None
+        data = prepare(config.data, progress=progress)
+        if config.data.verify and Launch.from_environment().local_rank == 0:
+            data.verify(progress)
+        return data
+
+    data = ranks.first_then_others(prepared)
+    check_validation(data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
+    return data
 
 
-# -------------------------------------------------------------------- the run's own checkpoints
-def newest_checkpoint(directory: RunDirectory) -> Path | None:
-    """The newest undamaged checkpoint of the run; None if there is none or the run starts again."""
-    return None if directory.begins_anew else checkpoint.newest(directory.checkpoints)
+# ---------------------------------------------------------------------------------------------- the run's own files
+def run_directory(plan: Plan) -> RunDirectory:
+    """The run's directory; nothing is written.
+
+    Raises:
+        LinrnnError: it holds another configuration.
+    """
+    config = plan.config
+    return RunDirectory(
+        Path(config.results_dir) / config.group / run_name(config, plan.world_size),
+        identity=identity(config, plan.world_size),
+        resume=config.trainer.resume,
+    )
+
+
+def finished(directory: RunDirectory, plan: Plan, data: PreparedData) -> dict[str, Any] | None:
+    """The summary if the run has nothing left to do, else None. Prints how to go on; writes nothing.
+
+    Raises:
+        ConfigError: the run has more steps than this command asks for, or was finished on other data.
+    """
+    summary = None if directory.begins_anew else directory.read_summary()
+    if summary is None or summary["status"] != "finished":
+        return None
+    check_not_beyond(summary["steps"], plan, directory)
+    if summary["steps"] < plan.total_steps:
+        return None  # its checkpoint tells other data
+    if summary.get("data_fingerprint") not in (None, data.fingerprint):
+        raise ConfigError(
+            f"{directory.path} holds a finished run on other data: text, tokenizer or options have changed",
+            f"{directory.another_name} begins another run; {ASIDE}",
+        )
+    for line in finished_lines(plan.config, directory, summary["steps"], plan.horizon):
+        say(line)
+    return summary
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on with state of an earlier one.
+
+    Attributes:
+        line: says so to the user.
+        step: optimizer steps that the run has done.
+        recent_losses: nats per token.
+        continues: the run, step and tokens behind step 0; None for a run from scratch.
+        unlike: a line on what the run computes otherwise than the run that it continues.
+    """
+
+    line: str
+    step: int
+    recent_losses: Sequence[float]
+    continues: dict[str, Any] | None
+    unlike: str | None = None
+
+
+def restore(
+    plan: Plan,
+    ranks: Ranks,
+    directory: RunDirectory,
+    data: PreparedData,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: BatchLoader,
+    schedule: Schedule,
+) -> Start | None:
+    """Restore the newest undamaged checkpoint of the run, or what `continue_from` names; None: neither is there.
+
+    Every rank calls it, and reads its own part of model and optimizer. It only reads, so that an error leaves the
+    directory as it is.
+
+    Raises:
+        ConfigError: the run has more steps than this command asks for or another schedule, or `continue_from` names no
+            checkpoint, another model or another tokenizer.
+        DataError: the checkpoint is damaged.
+    """
+    newest = None if directory.begins_anew else ranks.from_first(lambda: checkpoint.newest(directory.checkpoints))
+    if newest:
+        progress = _progress_to_resume(newest, plan, directory, schedule.describe())
+        loader.load_state_dict(progress.data)
+        checkpoint.load(newest, model, optimizer)
+        line = f"resuming at step {progress.step} from {newest}"
+        return Start(line, progress.step, progress.recent_losses, progress.continues)
+    source = plan.config.continue_from
+    if not source:
+        return None
+    there = checkpoint.required(
+        "continue_from",
+        source,
+        "init_from= takes weights alone, as of an export; name a run's directory or one of its checkpoints/step_*",
+    )
+    progress = checkpoint.read_progress(there)
+    check_tokens(there, data)
+    checkpoint.load_model(there, model)
+    check_finite(model.state_dict(), f"continue_from={source}")
+    checkpoint.load_optimizer(there, model, optimizer)
+    moved = "goes on where it stood" if loader.go_on_after(progress.data) else "begins anew, in its own order"
+    line = (
+        f"continuing {progress.run} after step {progress.step}: its weights and optimizer state, under a plan of "
+        f"{plan.total_steps} steps; the data {moved}"
+    )
+    before = progress.continues["tokens"] if progress.continues else 0  # all tokens behind the weights count
+    continues = {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
+    return Start(line, 0, (), continues, _unlike(there, progress.run, plan))
 
 
 def starting_again(directory: RunDirectory) -> str | None:
@@ -76,7 +177,7 @@ def starting_again(directory: RunDirectory) -> str | None:
     return f"{why}: starting again at step 0"
 
 
-def progress_to_resume(
+def _progress_to_resume(
     newest: Path, plan: Plan, directory: RunDirectory, schedule: dict[str, Any]
 ) -> checkpoint.Progress:
     """The run's progress at its newest checkpoint.
@@ -110,35 +211,6 @@ def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
             f"{directory.path} holds a run of {step} steps, and this command stops at {plan.total_steps}",
             f"use {ending_at(step, plan.config)}, or {directory.another_name} for another run",
         )
-
-
-def checkpoints_planned(
-    plan: Plan, directory: RunDirectory, model: Any, optimizer: torch.optim.Optimizer, step: int
-) -> str | None:
-    """A line that says when checkpoints are written and how much room the disk has; None without checkpoints.
-
-    Args:
-        model: the model that checkpoints will hold, and its optimizer.
-        step: the step from which the run continues.
-
-    Raises:
-        StorageError: the disk has too little room.
-    """
-    trainer = plan.config.trainer
-    if trainer.checkpoint_every == 0:
-        return None
-    every, left = trainer.checkpoint_every or plan.total_steps, plan.total_steps - step
-    facts = checkpoint.check_room(
-        directory.path,
-        checkpoint.foreseen_bytes(model, optimizer),
-        there=0 if directory.begins_anew else len(checkpoint.found(directory.checkpoints)),
-        keep=trainer.keep_checkpoints,
-        writes=math.ceil(left / every),
-        by_clock=trainer.checkpoint_minutes is not None,
-    )
-    times = [f"every {trainer.checkpoint_every} steps"] if trainer.checkpoint_every else []
-    times += [f"every {trainer.checkpoint_minutes:g} minutes"] if trainer.checkpoint_minutes is not None else []
-    return f"checkpoints {', '.join([*times, 'and at the end'])}: {facts}"
 
 
 # ---------------------------------------------------------------------------- other weights
@@ -207,48 +279,20 @@ def find_weights(source: str, data: PreparedData) -> Weights:
     return Weights(source, directory, is_checkpoint=False, remark=_check_pretrained(directory, source, data))
 
 
-def continue_from(
-    source: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: PreparedData
-) -> tuple[Path, checkpoint.Progress]:
-    """Restore the weights and the optimizer's state of another run. Returns that run's checkpoint and progress.
-
-    Every rank calls it, and reads its own part of model and optimizer.
-
-    Args:
-        source: a run's directory (its newest checkpoint) or a checkpoint.
-
-    Raises:
-        ConfigError: there is no checkpoint, or its model or tokenizer differs.
-        DataError: the checkpoint is damaged.
-    """
-    directory = checkpoint.required(
-        "continue_from",
-        source,
-        "init_from= takes weights alone, as of an export; name a run's directory or one of its checkpoints/step_*",
-    )
-    progress = checkpoint.read_progress(directory)
-    check_tokens(directory, data)
-    checkpoint.load_model(directory, model)
-    check_finite(model.state_dict(), f"continue_from={source}")
-    checkpoint.load_optimizer(directory, model, optimizer)
-    return directory, progress
-
-
-def unlike(directory: Path, run: str, config: Config, world_size: int) -> str | None:
+def _unlike(directory: Path, run: str, plan: Plan) -> str | None:
     """A line on what a run computes otherwise than the run that it continues, but for the schedule; None: nothing.
 
     Args:
         directory: the checkpoint from which it continues.
         run: the name of the checkpoint's run.
-        config: of the run that continues.
     """
     try:
-        before = identity(read_config(directory / "config.yaml"), world_size)
+        before = identity(read_config(directory / "config.yaml"), plan.world_size)
     except ConfigError:  # an earlier version wrote it, or the run had more ranks
         return None
     changed = {
         key: values
-        for key, values in _changed_choices(before, identity(config, world_size)).items()
+        for key, values in _changed_choices(before, identity(plan.config, plan.world_size)).items()
         if not key.startswith("schedule.") and key not in ("init_from", "continue_from")
     }
     return f"unlike {run}: {in_words(changed)}" if changed else None
@@ -310,12 +354,6 @@ def _how_to_go_on(minus_step: int, other: Path, changed: dict[str, Any], directo
     keys = [limit if key == HORIZON and config.schedule.steps is None else key for key in changed]
     alone = " alone" if len(keys) == 1 else ""
     return f"run {other} (at step {step}) differs in {' and '.join(keys)}{alone}: {'; '.join(ways)}"
-
-
-def as_continued(progress: checkpoint.Progress) -> dict[str, Any]:
-    """What a run records about the checkpoint that it continues: run, step, and all tokens behind the weights."""
-    before = progress.continues["tokens"] if progress.continues else 0
-    return {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
 
 
 def trained_architecture(directory: Path, config: Config) -> Architecture:

@@ -1,51 +1,124 @@
-"""One training run. Read :meth:`Trainer.fit` first, then `train_step`, `validate` and `save`.
+"""One training run, from its plan to its summary. Read it top to bottom: build, fit, resume, the loop, a step, the end.
 
-Other modules hold the rest of a run:
-
-* `build`: its model, data and optimizer. `starting`: where it continues.
-* `session`: its files and the console. `step`: a step's metrics. `measurements`: speed and memory.
-* `outcome`: how it ended.
+`starting` has what a run starts from, `run_log` what it writes, `checkpoint` what it saves, `failures` how it may end.
 """
 
 import contextlib
+import functools
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import InterruptedRun, LinrnnError, ran_out_of_memory
+from linrnn.core.errors import StorageError, ran_out_of_memory
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import seconds_since_start
-from linrnn.data import Batch, BatchesOnce
+from linrnn.core.output import say
+from linrnn.data import Batch, BatchesOnce, BatchLoader, vocabulary_size
 from linrnn.distributed import Ranks
-from linrnn.models import tuning
-from linrnn.profiling import LossObserver
+from linrnn.losses import LossBackend, build_loss
+from linrnn.models import BlankModel, tuning
+from linrnn.models.language_model import compute_dtype, parameter_dtype
+from linrnn.profiling import LossAndStats, LossObserver, forward_backward
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
-from linrnn.training.build import BuiltRun
+from linrnn.training import checkpoint, failures, starting
 from linrnn.training.evaluation import Evaluation, evaluate
-from linrnn.training.execution.compilation import compile_kernels
+from linrnn.training.execution import compilation
 from linrnn.training.execution.cuda_graph import GraphedPasses
-from linrnn.training.execution.passes import forward_backward
-from linrnn.training.optimizer import clip_gradients
-from linrnn.training.outcome import conclude, explained
-from linrnn.training.runtime import synchronize
-from linrnn.training.step import StepLog, StepRecord
+from linrnn.training.execution.float8 import use_float8
+from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients
+from linrnn.training.plan import check_step_fits, make_training_plan
+from linrnn.training.run_log import RunLog, StepRecord
+from linrnn.training.runtime import prepare_process, synchronize
 
 
-class Trainer(BuiltRun):
-    """Trains what :class:`BuiltRun` has built (its arguments, attributes and errors are there)."""
+class Trainer:
+    """Builds everything that `config` names, and trains it. The model has no weights before :meth:`ensure_weights`.
 
+    Args:
+        ranks: the processes that share the run, each with its own Trainer; None: only this process.
+
+    Attributes:
+        step, steps_here: optimizer steps that the run has done, and this process.
+        continues: the run, step and tokens behind step 0; None for a run from scratch.
+        replica: the model as the ranks share it; the same object as `model` in one process.
+        parameters: the model's. To walk through all modules for them takes the host a millisecond.
+        seconds_to: seconds from the command's start to the end of each stage that the run has reached so far:
+            `libraries` imported, `model` built, `kernels` compiled, `weights` drawn, `first_step` ended.
+
+    Raises:
+        LinrnnError: a loss, model or device cannot run here (before anything is built), the data is unusable, or the
+            run directory holds another configuration.
+    """
+
+    # ------------------------------------------------------------------------------------------------------- build
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
-        super().__init__(config, ranks)
+        self.config, self.ranks = config, ranks or Ranks()
+        self.step = self.steps_here = 0
+        self.continues: dict[str, Any] | None = None
+        self.seconds_to = {"libraries": seconds_since_start()}
         self.stop = StopRequest()
-        self._step_log = StepLog(self)
+        self._has_weights = self._validating = False
         self._graphed: GraphedPasses | None = None
-        self._validating = False
+        self.plan = make_training_plan(config)
+        if self.plan.world_size != self.ranks.world_size:
+            raise ValueError(f"{self.plan.world_size} processes, and ranks of {self.ranks.world_size}")
+        self.device, self.precision = self.plan.device, self.plan.precision
+        prepare_process(config, self.device)
+        # The data's vocabulary may turn out smaller than this one, never larger.
+        memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
+        self.data = starting.prepared_data(config, self.ranks)
+        weights = starting.find_weights(config.init_from, self.data) if config.init_from else None
+        self.architecture = self.plan.architecture(self.data.vocab_size)
+        if weights:
+            weights.check(self.architecture)
+        self.directory = starting.run_directory(self.plan)
+        self._notes = [weights.remark if weights else None, None, None, memory_note]  # for the user, before step 1
+        with failures.while_built(config):
+            self._build(weights)
+        self.checkpointer = checkpoint.Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
+        parts = (self.architecture, self.data, self.model, self.optimizer)
+        self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
 
+    def _build(self, weights: starting.Weights | None) -> None:
+        """Build model, loss, optimizer, learning-rate schedule and loader."""
+        config, trainer, arch = self.config, self.config.trainer, self.architecture
+        dtype, compute = parameter_dtype(self.precision), compute_dtype(self.precision)
+        self._blank = BlankModel(arch, self.ranks.part, device=self.device, dtype=dtype)
+        self.model = self._blank.model
+        if trainer.float8 == "blocks":
+            self._notes[1] = use_float8(self.model, self.device)
+        self.model.set_activation_checkpointing(trainer.activation_checkpointing)
+        if trainer.compile != "none":
+            self.model.set_compile(trainer.compile)
+        self.replica = self.ranks.spread(self.model, compute)
+        if weights:
+            weights.load(self.model, self._blank.part)
+            self._has_weights = True
+        vocabulary = self.ranks.vocabulary(arch.vocab_size)
+        self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
+        tokens = self.plan.sequences_of_rank * trainer.seq_len
+        self._notes[2] = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute)
+        self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
+        self.parameters = list(self.model.parameters())
+        self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
+        self.loader = BatchLoader(
+            self.data.train,
+            seq_len=trainer.seq_len,
+            batch_size=self.plan.sequences_of_rank,
+            seed=config.seed,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            reset_at_document=config.data.reset_at_document,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- the run
     def fit(self) -> dict[str, Any]:
         """Train to the last step, validate, write summary.json and return it.
 
@@ -57,32 +130,71 @@ class Trainer(BuiltRun):
             RankFailedError: another process of the run has failed.
         """
         with contextlib.ExitStack() as closing:
-            self.session.open(closing)
-            if finished := self.ranks.from_first(lambda: self.session.finished(self.data)):
-                return finished
+            if self.ranks.is_first:
+                self.directory.open()
+                closing.callback(self.directory.close)
+            if summary := self.ranks.from_first(lambda: starting.finished(self.directory, self.plan, self.data)):
+                return summary
             self._begin(closing)
             with self.stop, collected_at_known_points():
                 summary, failure = self._run()
-            self.session.end(summary, failed=failure is not None)
+            self.log.end(summary, failed=failure is not None)
             if failure is not None:
                 raise failure
             return summary
 
     def _begin(self, closing: contextlib.ExitStack) -> None:
-        """Restore the run's state, open its files, and print what it will do."""
-        where_it_begins = self.resume()
-        notes = self.notes()
-        self.session.begin(closing, self.state, self.data, self.config_yaml)
+        """Resume and check the disk's room; only then write the first files, and print what the run will do."""
+        trainer, where_it_begins, like, room = self.config.trainer, self.resume(), None, None
+        self._config_yaml = to_yaml(self.config)
+        if self.ranks.is_first:
+            size = checkpoint.foreseen_bytes(self.model.hf, self.optimizer)
+            room = checkpoint.check_room(trainer, self.directory, size, steps=self.plan.total_steps - self.step)
+            if not (self.step or self.continues or self.directory.begins_anew):
+                like = starting.related(self.directory, self.plan, self.data)
+        self.log.begin(closing, self.step, self.continues, self._config_yaml)
+        self.checkpointer.remove_partial()
         if where_it_begins:
-            self.session.console.line(where_it_begins)
-        self.session.mirror_to_wandb()
-        self.session.announce(self.architecture, self.data, *notes)
-        valid_tokens = self.config.trainer.valid_tokens
-        self._valid_bytes = self.data.token_bytes(self.data.valid, valid_tokens, self.session.console.line)
-        self.ranks.shield(self._write_lost_summary)
-        self._saved_at = time.monotonic()
-        closing.enter_context(tuning.show_progress(self.session.console.line))
-        self.session.start_clock()
+            self.log.line(where_it_begins)
+        self.log.mirror_to_wandb()
+        self.log.announce(like, *self._notes, room)
+        self._valid_batches = BatchesOnce(
+            self.data.valid,
+            seq_len=trainer.seq_len,
+            batch_size=self.plan.sequences_of_rank,
+            max_tokens=trainer.valid_tokens,
+            reset_at_document=self.config.data.reset_at_document,
+            token_bytes=self.data.token_bytes(self.data.valid, trainer.valid_tokens, self.log.line),
+        )
+        self.ranks.shield(lambda failure: self.log.write_lost_summary(self.step, failure))
+        closing.enter_context(tuning.show_progress(self.log.line))
+        self.log.start_clock()
+
+    def resume(self) -> str | None:
+        """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
+
+        Only if neither is there, initial weights are drawn. It only reads, so an error leaves the directory as it is.
+        """
+        parts = (self.model.hf, self.optimizer, self.loader, self.schedule)
+        start = starting.restore(self.plan, self.ranks, self.directory, self.data, *parts)
+        if start is None:
+            self.seconds_to["model"] = seconds_since_start()
+            self.ensure_weights()
+            return starting.starting_again(self.directory)
+        self._has_weights = True
+        self.step, self.continues = start.step, start.continues
+        self.log.recent_losses.extend(start.recent_losses)
+        self.checkpointer.begin_at(self.step)
+        self._notes.insert(0, start.unlike)
+        return start.line
+
+    def ensure_weights(self) -> None:
+        """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
+        if not self._has_weights:
+            self._blank.draw(self.config.seed)
+            self.ranks.copy_first(self.model)
+            self._has_weights = True
+            self.seconds_to["weights"] = seconds_since_start()
 
     def _run(self) -> tuple[dict[str, Any], BaseException | None]:
         """Train, save and validate, and write the summary in any case. Returns the summary and the failure, if any."""
@@ -92,73 +204,59 @@ class Trainer(BuiltRun):
             self._train()
             evaluation = self.validate()
             evaluation.check_finite(self.step)
-            self.saver.wait()
+            self.checkpointer.wait()
         except BaseException as error:
-            self._step_log.forget()
+            self.log.forget()
             where = f"in the validation after step {self.step}" if self._validating else f"at step {self.step + 1}"
-            status, failure = explained(self, error, where)
-        self._drop_graph()
-        return conclude(self, status, failure, evaluation)
-
-    def _drop_graph(self) -> None:
-        """Drop the CUDA graph, because the ranks cannot leave NCCL while it holds their collectives.
-
-        A rank that dropped its graph while collectives waited for a lost rank hung on two H200s. So did the thread of
-        :mod:`linrnn.distributed.watch`, which had to end it. So a rank waits for its GPU first, without Python's lock.
-        """
+            status, failure = failures.explained(error, where, self.ranks, self.plan, self.architecture, self.log)
         if self._graphed is not None:
-            with contextlib.suppress(RuntimeError):  # the device's error has ended the run already
-                synchronize(self.device)
-        self._graphed = None
+            self._graphed.drop()
+        together = failures.concerns_all_ranks(failure)
+        if together or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
+            try:
+                self.checkpointer.wait()  # the last good checkpoint may still be being written
+            except StorageError as error:
+                self.log.line(f"error: {error.cause}")
+        summary = self.log.summary(self.step, self.continues, status, failure, evaluation, together=together)
+        if together:
+            self.ranks.end_together()
+        try:
+            self.log.write_summary(self.step, summary)
+        except StorageError as error:
+            failure = failure or error
+        return summary, failure
 
     def _train(self) -> None:
         """Take all remaining steps, with checkpoints and validations between them, and a checkpoint at the end."""
-        trainer, state = self.config.trainer, self.state
-        with self.measurements.recordings(self.directory.path) as end_of_step:
+        trainer, last = self.config.trainer, self.plan.total_steps
+        with self.log.recordings() as end_of_step:
             self.model.train()
-            if self.session.misses_validation(state.step):
+            if self.log.misses_validation(self.step):
                 self.validate()
-            self.measurements.speed.clock.start()
+            self.log.speed.clock.start()
             wishes = self.ranks.largest_later(self._wishes)
-            while state.step < self.plan.total_steps:
-                if state.steps_here == self.plan.memory_begins:
-                    self.measurements.memory.start()
-                record = self.train_step() if state.steps_here else self._first_step()
+            while self.step < last:
+                if self.steps_here == self.plan.memory_begins:
+                    self.log.memory.start()
+                record = self.train_step() if self.steps_here else self._first_step()
                 end_of_step()
-                collect_after(state.steps_here)  # at the same step on all ranks
-                self._step_log.append(record)  # writes the previous step, while the device works on this one
-                if state.step == self.plan.total_steps:
+                collect_after(self.steps_here)  # at the same step on all ranks
+                self.log.append(record)  # writes the previous step, while the device works on this one
+                if self.step == last:
                     break
-                if trainer.checkpoint_every and state.step % trainer.checkpoint_every == 0:
+                if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
                     self.save()
-                if trainer.valid_every and state.step % trainer.valid_every == 0:
+                if trainer.valid_every and self.step % trainer.valid_every == 0:
                     self.validate()
                 self._heed(wishes())
                 wishes = self.ranks.largest_later(self._wishes)
-            self.measurements.gpu_state = gpu_state(self.device)  # while the device works on the last steps
-            self._step_log.write()
+            self.log.gpu_state = gpu_state(self.device)  # while the device works on the last steps
+            self.log.write()
             if trainer.checkpoint_every != 0:
                 self.save()
-                self.saver.wait()
+                self.checkpointer.wait()
 
-    def _first_step(self) -> StepRecord:
-        """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
-        number, began, compiled = self.step + 1, time.monotonic(), self.config.trainer.compile
-        with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
-            compile_kernels(self)
-            counter = GraphCounter() if compiled != "none" else None
-            record = self.train_step()
-            if counter is not None:
-                self.compiled = counter.report()
-                self.session.console.line(in_words(self.compiled))
-        synchronize(self.device)
-        took, since = time.monotonic() - began, seconds_since_start()
-        self.seconds_to["first_step"] = since
-        self.session.record_first_step(self.seconds_to)
-        remark = f"; {of_kernels}" if (of_kernels := tuning.remark()) else ""
-        self.session.console.line(f"step {number} took {took:.1f} s, {since:.1f} s after the start{remark}")
-        return record
-
+    # ----------------------------------------------------------------------------------------------------- a step
     def train_step(self) -> StepRecord:
         """One optimizer step over `accumulation_steps` micro-steps.
 
@@ -166,8 +264,8 @@ class Trainer(BuiltRun):
         equals that of one large batch, however the batch is split and however many labels are ignored.
         """
         self.ensure_weights()
-        self.measurements.speed.step_begins()
-        lr = self.schedule.apply(self.state.step)
+        self.log.speed.step_begins()
+        lr = self.schedule.apply(self.step)
         accumulation_steps = self.config.trainer.accumulation_steps
         n_tokens = max(self.loader.labels_ahead(accumulation_steps), 1)
         batches = [next(self.loader) for _ in range(accumulation_steps)]
@@ -181,93 +279,106 @@ class Trainer(BuiltRun):
         grad_norm = clip_gradients(self.parameters, self.config.optimizer.max_grad_norm)
         self.optimizer.step()
         self.ranks.zero_gradients(self.optimizer)
-        self.measurements.speed.step_ended()
-        self.state.step += 1
-        self.state.steps_here += 1
+        self.log.speed.step_ended()
+        self.step += 1
+        self.steps_here += 1
         scalars = {"train/loss_nats": self.ranks.sum(mean_nats), "train/grad_norm": grad_norm, **stats}
-        return StepRecord(self.state, lr, scalars)
+        return StepRecord(self.step, self.steps_here, lr, scalars)
 
-    def _forward_backward(self, batch: Batch, n_tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _forward_backward(self, batch: Batch, n_tokens: int) -> LossAndStats:
         """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics."""
         graphed_from = self.plan.graphed_from
-        if graphed_from is None or self.state.steps_here < graphed_from:
-            return self._passes(batch, n_tokens, self.measurements.memory, self.measurements.speed.clock)
-        if self._graphed is None:
-            self._graphed = self._graph_of(batch, n_tokens)
+        if graphed_from is None or self.steps_here < graphed_from:
+            return self._passes(n_tokens, (self.log.memory, self.log.speed.clock), batch)
+        if self._graphed is None:  # all steps have n_tokens labels; the output layer cannot be timed in a graph
+            self.log.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
+            passes = functools.partial(self._passes, n_tokens, (self.log.memory,))
+            self._graphed = GraphedPasses(passes, self.parameters, batch, self.device, self.ranks.reshard)
         return self._graphed(batch)
 
-    def _graph_of(self, batch: Batch, n_tokens: int) -> GraphedPasses:
-        """The passes as a CUDA graph. All steps have `n_tokens` labels. The output layer cannot be timed in it."""
-        self.session.console.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
+    def _passes(self, n_tokens: int, observers: Sequence[LossObserver], batch: Batch) -> LossAndStats:
+        settings = (n_tokens, self.ranks.loss_scale, self.precision, self.device)
+        return forward_backward(self.replica, self.loss, batch, *settings, observers)
 
-        def passes(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return self._passes(batch, n_tokens, self.measurements.memory)
+    def _first_step(self) -> StepRecord:
+        """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
+        number, began, compiled = self.step + 1, time.monotonic(), self.config.trainer.compile
+        with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
+            if compilation.rehearses(self.config, self.device):
+                self._compile_kernels()
+            counter = GraphCounter() if compiled != "none" else None
+            record = self.train_step()
+            if counter is not None:
+                self.log.compiled = counter.report()
+                self.log.line(in_words(self.log.compiled))
+        synchronize(self.device)
+        took, since = time.monotonic() - began, seconds_since_start()
+        self.seconds_to["first_step"] = since
+        self.log.record_first_step(self.seconds_to)
+        remark = f"; {of_kernels}" if (of_kernels := tuning.remark()) else ""
+        self.log.line(f"step {number} took {took:.1f} s, {since:.1f} s after the start{remark}")
+        return record
 
-        return GraphedPasses(passes, self.parameters, batch, self.device, self.ranks.reshard)
+    def _compile_kernels(self) -> None:
+        """Compile all kernels of a step at once, by a rehearsal of the step."""
+        line = self.log.line if self.ranks.is_first else functools.partial(say, stream=sys.stderr)
+        if compilation.compile_kernels(self._rehearse, self.device, line, together=self.ranks.part is not None):
+            self.seconds_to["kernels"] = seconds_since_start()
 
-    def _passes(
-        self, batch: Batch, n_tokens: int, *observers: LossObserver
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return forward_backward(
-            self.replica,
-            self.loss,
-            batch,
-            *observers,
-            tokens=n_tokens,
-            scale=self.ranks.loss_scale,
-            precision=self.precision,
-            device=self.device,
-        )
+    def _rehearse(self) -> None:
+        parts = (self.replica, self.loss, self.loader, self.optimizer)
+        compilation.rehearse_step(*parts, self.ranks, self.precision, self.device)
 
+    # -------------------------------------------------------------------------------- validations and checkpoints
     def validate(self) -> Evaluation:
         """One pass over the validation tokens. Its figures go to the metrics and to the console."""
-        self._step_log.write()
+        self.log.write()
         self._validating = True
-        with self.measurements.speed.clock.paused():
-            evaluation = self._evaluate()
-            self.session.log(self.step, {**evaluation.metrics(), **self.measurements.of_memory(self.state)})
+        with self.log.speed.clock.paused():
+            try:
+                evaluation = evaluate(
+                    self.model,
+                    self.loss,
+                    self._valid_batches,
+                    precision=self.precision,
+                    device=self.device,
+                    ranks=self.ranks,
+                    before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
+                )
+            except Exception as error:
+                # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
+                if (
+                    ran_out_of_memory(error)
+                    and self.ranks.world_size == 1
+                    and self.config.trainer.checkpoint_every != 0
+                ):
+                    self.save()
+                raise
+            self.log.validation(self.step, evaluation)
         self._validating = False
-        self.session.console.line(f"valid at step {self.step}: {evaluation}")
         return evaluation
-
-    def _evaluate(self) -> Evaluation:
-        trainer = self.config.trainer
-        batches = BatchesOnce(
-            self.data.valid,
-            seq_len=trainer.seq_len,
-            batch_size=self.plan.sequences_of_rank,
-            max_tokens=trainer.valid_tokens,
-            reset_at_document=self.config.data.reset_at_document,
-            token_bytes=self._valid_bytes,
-        )
-        try:
-            return evaluate(
-                self.model,
-                self.loss,
-                batches,
-                precision=self.precision,
-                device=self.device,
-                ranks=self.ranks,
-                before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
-            )
-        except Exception as error:
-            # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
-            if ran_out_of_memory(error) and self.ranks.world_size == 1 and trainer.checkpoint_every != 0:
-                self.save()
-            raise
 
     def save(self) -> None:
         """Start a checkpoint of a state whose loss is known to be finite. Every rank writes its own part."""
-        if self.step == self.state.saved_step:
+        if self.step == self.checkpointer.saved_step:
             return
-        self._step_log.write()
-        with self.measurements.speed.clock.paused():
-            self.saver.save(self.progress(), self.model.hf, self.optimizer, self.config_yaml)
-        self.state.saved_step, self._saved_at = self.step, time.monotonic()
+        self.log.write()
+        progress = checkpoint.Progress(
+            run=f"{self.config.group}/{self.directory.path.name}",
+            step=self.step,
+            tokens=self.step * self.plan.tokens_per_step,
+            data=self.loader.state_dict(),
+            recent_losses=list(self.log.recent_losses),
+            schedule=self.schedule.describe(),
+            token_fingerprint=self.data.token_fingerprint,
+            continues=self.continues,
+        )
+        with self.log.speed.clock.paused():
+            self.checkpointer.save(progress, self.model.hf, self.optimizer, self._config_yaml)
 
     def _wishes(self) -> tuple[float, float, float]:
         """What this rank asks of all ranks: whether a checkpoint has failed, which signal came, and whether to save."""
-        return self.saver.failed, self.stop.signal_number or 0, self._checkpoint_is_due()
+        return self.checkpointer.failed, self.stop.signal_number or 0, self.checkpointer.is_due(self.config.trainer)
 
     def _heed(self, wishes: Sequence[float]) -> None:
         """Save or stop if one rank wishes it. All ranks get the same `wishes` at the same step.
@@ -280,25 +391,10 @@ class Trainer(BuiltRun):
         """
         failed, signal_number, due = wishes
         if failed:
-            self.saver.wait()
+            self.checkpointer.wait()
         if signal_number:
             self.save()
-            self.saver.wait()
-            where = "in the validation after" if self._validating else "at"
-            raise InterruptedRun(
-                f"interrupted {where} step {self.step} of {self.plan.total_steps}; checkpoint written",
-                "run the same command again to continue",
-                int(signal_number),
-            )
+            self.checkpointer.wait()
+            raise failures.interrupted(self.step, self.plan, int(signal_number), in_validation=self._validating)
         if due:
             self.save()
-
-    def _checkpoint_is_due(self) -> bool:
-        """Whether a checkpoint is due by this rank's clock."""
-        trainer = self.config.trainer
-        if trainer.checkpoint_every == 0 or trainer.checkpoint_minutes is None:
-            return False
-        return time.monotonic() - self._saved_at >= 60 * trainer.checkpoint_minutes
-
-    def _write_lost_summary(self, failure: LinrnnError) -> None:
-        self.session.write_lost_summary(self.step, failure)

@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 from linrnn.config import load_config
 from linrnn.models import tuning
 from linrnn.runs.directory import ENVIRONMENT, LOG
-from linrnn.training import trainer as training
-from linrnn.training.execution.compilation import rehearse_step, rehearses
+from linrnn.training.execution import compilation
+from linrnn.training.execution.compilation import rehearses
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -98,7 +98,7 @@ def test_which_losses_are_rehearsed(
     calls: list[int] = []
     compute = type(run.loss).compute
     monkeypatch.setattr(type(run.loss), "compute", lambda *args: (calls.append(1), compute(*args))[1])
-    rehearse_step(run)
+    run._rehearse()
     assert bool(calls) is expected
 
 
@@ -132,11 +132,11 @@ def test_a_rehearsal_of_many_chunks_runs_no_kernel_that_it_has_compiled(
     monkeypatch.setattr(backends, "_backend_on", lambda device: import_module("cce_kernels.backends.with_triton"))
     for _ in range(2):
         with tuning.compile_ahead(1):
-            rehearse_step(run)
+            run._rehearse()
     assert asked.count("product_kernel") > 1, "of dE and of dC"
     assert not Quick.all_through_triton
     with pytest.raises(AttributeError, match="Compiled"):
-        rehearse_step(run)  # in earnest: the first kernel that is known is launched
+        run._rehearse()  # in earnest: the first kernel that is known is launched
 
 
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,8 @@ def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pyte
     """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
     overrides = small(f"data.reset_at_document={reset}", "trainer.accumulation_steps=2")
     plain = losses(trained([*overrides, "group=plain"]))
-    monkeypatch.setattr(training, "compile_kernels", rehearse_step)
+    monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
+    monkeypatch.setattr(Trainer, "_compile_kernels", Trainer._rehearse)
     assert losses(trained([*overrides, "group=rehearsed"])) == plain
 
 
@@ -182,7 +183,7 @@ def test_kernels_compiled_ahead_compute_the_same(
     assert recorded(compiled_ahead)["choices"]
     assert "compiling ahead failed" not in (compiled_ahead.directory.path / LOG).read_text()
     ahead = losses(compiled_ahead)
-    monkeypatch.setattr(training, "compile_kernels", lambda run: None)
+    monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
     one_by_one = losses(trained([*overrides, "group=one_by_one"]))
     assert ahead[0] == one_by_one[0]
     assert ahead == pytest.approx(one_by_one, rel=1e-5)
@@ -203,14 +204,14 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
     """The second and the third rehearsal find the loss's kernels compiled."""
     leave_kernels_untuned(monkeypatch.setattr)
     overrides = [o for o in small(*loss, "trainer.batch_size=100") if o != "device=cpu"]
-    compile_once = training.compile_kernels
+    compile_once = Trainer._compile_kernels
 
     def compile_three_times(run: Any) -> None:
         for _ in range(3):
             compile_once(run)
             torch.cuda.synchronize()
 
-    monkeypatch.setattr(training, "compile_kernels", compile_three_times)
+    monkeypatch.setattr(Trainer, "_compile_kernels", compile_three_times)
     rehearsed = losses(trained([*overrides, "device=cuda", "group=rehearsed"]))
-    monkeypatch.setattr(training, "compile_kernels", lambda run: None)
+    monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
     assert rehearsed == losses(trained([*overrides, "device=cuda", "group=plain"]))

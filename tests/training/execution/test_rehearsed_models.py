@@ -22,7 +22,6 @@ from linrnn.core.errors import LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.models import cpu_ops, tuning
 from linrnn.runs.directory import LOG
 from linrnn.training.execution import compilation
-from linrnn.training.execution.compilation import rehearse_step
 from linrnn.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
@@ -68,7 +67,7 @@ def test_a_model_without_a_cpu_form_is_rehearsed_and_nothing_changes(
     random, position = torch.get_rng_state(), run.loader.state_dict()
     names = asked()
     with torch.compiler.set_stance("force_eager"), tuning.compile_ahead(1):
-        rehearse_step(run)
+        run._rehearse()
     assert any("bwd" in kernel for kernel in names), names
     assert all(torch.equal(value, before[key]) for key, value in tensors(run).items())
     assert tensors(run).keys() == before.keys()
@@ -179,7 +178,7 @@ def test_buffers_that_a_forward_pass_changes_keep_their_values(small: Small) -> 
         module.mask = torch.ones(3)
 
     block.register_forward_hook(count)
-    rehearse_step(run)
+    run._rehearse()
     assert block.steps is steps
     assert (block.steps, block.mean, block.mask) == (0, 1, None)
 
@@ -248,7 +247,7 @@ def test_where_ranks_share_a_model_any_error_ends_the_run(
     failing(ValueError("a block has no keys"))
     monkeypatch.setattr(type(run.ranks), "part", object())
     with pytest.raises(ValueError, match="no keys"):
-        compilation.compile_kernels(run)
+        run._compile_kernels()
 
 
 def test_an_error_of_another_rank_is_printed_as_well(
@@ -261,5 +260,5 @@ def test_an_error_of_another_rank_is_printed_as_well(
     run = Trainer(load_config(small()))
     failing(ValueError("a block has no keys"))
     monkeypatch.setattr(type(run.ranks), "is_first", False)
-    compilation.compile_kernels(run)
+    run._compile_kernels()
     assert FAILED in capsys.readouterr().err

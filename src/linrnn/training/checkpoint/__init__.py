@@ -1,38 +1,25 @@
-"""Checkpoints without pickle: safetensors for tensors, JSON for the rest, with checksums, written aside and renamed.
+"""Checkpoints without pickle, written aside and renamed. `format` says what they hold."""
 
-`checkpoints/step_00000200/` holds
-
-    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; the optimizer's state as
-                           `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face
-                           format (names, offsets and values, no pickled .metadata)
-    rng.safetensors        states of torch's generators
-    state.json             run, step, tokens, data position, schedule, tokenizer's fingerprint, latest losses, Python's
-                           and numpy's generators, sha256 of all files above
-    config.yaml            the run's configuration, so that a checkpoint explains itself
-
-`Saver` writes checkpoints in the background. Any number of ranks can read them, with any sharding.
-"""
-
-from linrnn.training.checkpoint.disk_space import check_room
-from linrnn.training.checkpoint.files import (
+from linrnn.training.checkpoint.format import (
     STATE,
     TENSORS,
+    Progress,
     found,
     newest,
+    read_progress,
     read_state,
-    remove_partial,
     required,
     resolve,
+    shapes,
 )
-from linrnn.training.checkpoint.loading import Progress, load, load_model, load_optimizer, read_progress
-from linrnn.training.checkpoint.saving import Saver
-from linrnn.training.checkpoint.tensors import foreseen_bytes, shapes
+from linrnn.training.checkpoint.read import load, load_model, load_optimizer
+from linrnn.training.checkpoint.write import Checkpointer, check_room, foreseen_bytes
 
 __all__ = [
     "STATE",
     "TENSORS",
+    "Checkpointer",
     "Progress",
-    "Saver",
     "check_room",
     "foreseen_bytes",
     "found",
@@ -42,7 +29,6 @@ __all__ = [
     "newest",
     "read_progress",
     "read_state",
-    "remove_partial",
     "required",
     "resolve",
     "shapes",

@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,34 +10,37 @@ from torch import nn
 
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
-from linrnn.core.machine import cores_of_rank, seconds_since_start
-from linrnn.core.output import say as print_line
-from linrnn.data import Batch
+from linrnn.core.machine import cores_of_rank
+from linrnn.data import Batch, BatchLoader
+from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
 from linrnn.models.facts import facts_of
+from linrnn.models.language_model import loss_inputs
 from linrnn.profiling import watched_loss
-from linrnn.training.build import BuiltRun
-from linrnn.training.runtime import loss_inputs, synchronize
+from linrnn.training.runtime import synchronize
 
 
-def compile_kernels(run: BuiltRun) -> None:
+def compile_kernels(
+    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], *, together: bool
+) -> bool:
     """Rehearse the forward and backward pass of a step on a GPU, so that all its kernels are compiled at once.
 
-    A loss takes part if it is `rehearsable`. For errors see :func:`compile_kernels_of`. Ranks that share one model
-    rehearse together, and one of them cannot give up alone. Any error ends their run.
+    Args:
+        rehearsal: rehearses a step; for errors see :func:`compile_kernels_of`.
+        say: prints a line.
+        together: ranks share one model and rehearse together. One of them cannot give up alone, so any error is raised.
+
+    Returns:
+        Whether the rehearsal came to its end.
     """
-    if not rehearses(run.config, run.device):
-        return
-    if run.ranks.part:
+    if together:
         with tuning.compile_ahead(cores_of_rank()):
-            rehearse_step(run)
-    else:
-        say = run.session.console.line if run.ranks.is_first else partial(print_line, stream=sys.stderr)
-        if not compile_kernels_of(lambda: rehearse_step(run), run.device, say, cores_of_rank()):
-            return
+            rehearsal()
+    elif not compile_kernels_of(rehearsal, device, say, cores_of_rank()):
+        return False
     torch.cuda.empty_cache()
-    run.seconds_to["kernels"] = seconds_since_start()
+    return True
 
 
 def rehearses(config: Config, device: torch.device) -> bool:
@@ -86,21 +87,29 @@ def compile_kernels_of(
     return False
 
 
-def rehearse_step(run: BuiltRun) -> None:
+def rehearse_step(
+    replica: Any,
+    loss: LossBackend,
+    loader: BatchLoader,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    precision: str,
+    device: torch.device,
+) -> None:
     """Rehearse a step with the next batch. Nothing that the run computes later depends on it.
 
     Ranks with a whole model each (DDP) do not sum their gradients here, so that each of them can fail alone.
     """
-    position = run.loader.state_dict()
-    batch = next(run.loader)
-    run.loader.load_state_dict(position)
-    devices = [run.device] if run.device.type == "cuda" else []
-    alone = contextlib.nullcontext() if run.ranks.part else run.ranks.accumulating(run.replica)
+    position = loader.state_dict()
+    batch = next(loader)
+    loader.load_state_dict(position)
+    devices = [device] if device.type == "cuda" else []
+    alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
     try:
         with torch.random.fork_rng(devices=devices), alone:
-            rehearse(run.replica, batch, run.precision, run.device, run.loss)
+            rehearse(replica, batch, precision, device, loss)
     finally:
-        run.optimizer.zero_grad()
+        optimizer.zero_grad()
 
 
 def rehearse(model: Any, batch: Batch, precision: str, device: torch.device, loss: LossBackend | None = None) -> None:

@@ -11,6 +11,7 @@ graph, so the ranks' GPUs wait for each other and no host launches a collective.
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from linrnn.config.schema import Config, FsdpConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line, ran_out_of_memory
 from linrnn.data import Batch
 from linrnn.losses import check_capturable
+from linrnn.training.runtime import synchronize
 
 Passes = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 WHAT = "trainer.cuda_graph=true"
@@ -113,6 +115,16 @@ class GraphedPasses:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._results
+
+    def drop(self) -> None:
+        """Free the graph: the ranks cannot leave NCCL while it holds their collectives.
+
+        A rank that freed its graph while collectives waited for a lost rank hung on two H200s. So did the thread of
+        :mod:`linrnn.distributed.watch`, which had to end it. So a rank waits for its GPU first, without Python's lock.
+        """
+        with contextlib.suppress(RuntimeError):  # the device's error has ended the run already
+            synchronize(self._ids.device)
+        self._graph = None
 
     def _captured(self, batch: Batch) -> torch.cuda.CUDAGraph:
         """Nothing is computed here: kernels are recorded. Other threads may go on with their own work."""
