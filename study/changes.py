@@ -6,7 +6,7 @@ projection both compile their layers, or neither does. Compiled layers compute t
 
 from collections.abc import Sequence
 
-from linrnn.report.plots.select import named
+from linrnn.report.plots import named
 from linrnn.report.runs import COURSE, Run
 from linrnn.report.targets import Verdict, judge
 from linrnn.report.verdicts import learnt

@@ -8,8 +8,7 @@ from math import log
 from statistics import median
 from typing import Any
 
-from linrnn.report.plots.scaling import AXES, panels
-from linrnn.report.plots.select import clock_of, family, measured, named
+from linrnn.report.plots import AXES, clock_of, family, measured, named, panels
 from linrnn.report.runs import Run
 from linrnn.report.verdicts import baseline_of
 from linrnn.runs.figures import WALL_CLOCK, waits_between_steps

@@ -20,8 +20,7 @@ from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
 from linrnn.core.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
 from linrnn.report.curves import difference
-from linrnn.report.plots.learning import band
-from linrnn.report.plots.select import named
+from linrnn.report.plots import band, named
 from linrnn.report.runs import read_committed
 from linrnn.report.verdicts import CONTROL, EXACT
 from linrnn.runs.step_parts import parts_of_step

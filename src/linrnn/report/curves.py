@@ -1,8 +1,6 @@
 """Compare loss curves: means over a number of steps, whichever steps were logged."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import fsum
 from statistics import fmean
@@ -10,37 +8,19 @@ from statistics import fmean
 from linrnn.runs.summary import MEAN_OF_LAST
 
 SMOOTHED_STEPS = 20
-Curve = Sequence[tuple[int, float]]  # (step, value) of every logged step, oldest first
+Curve = list[tuple[int, float]]  # (step, value) of every logged step, oldest first
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two curves compared over their common steps.
+def largest_difference(curve: Curve, other: Curve) -> tuple[float | None, int]:
+    """The largest difference of means over SMOOTHED_STEPS steps, and the largest distance between two common steps.
 
-    Attributes:
-        steps: number of logged steps that both have.
-        every: largest distance between two such steps.
-        largest: the largest difference of means over SMOOTHED_STEPS steps, nats; None if there is no such mean.
-        last: mean difference over the MEAN_OF_LAST common steps, nats.
+    The means need all logged points. None: no window has two of them.
     """
-
-    steps: int
-    every: int
-    largest: float | None
-    last: float | None
-
-
-def compare(curve: Curve, other: Curve) -> Comparison:
-    """Compare two curves. The means need all logged points."""
     common = _difference(curve, other)
-    if not common:
-        return Comparison(0, 0, None, None)
-    steps = [step for step, _ in common]
-    every = max((after - before for before, after in pairwise(steps)), default=steps[0])
-    # Windows with a single logged step do not count, nor do the first windows, which are shorter than SMOOTHED_STEPS.
-    full = [nats for step, nats in smoothed(common) if step >= SMOOTHED_STEPS] if 2 * every <= SMOOTHED_STEPS else []
-    largest = max((abs(nats) for nats in full), default=None)
-    return Comparison(len(common), every, largest, mean_of_last(common))
+    every = max((after - before for (before, _), (after, _) in pairwise(common)), default=0)
+    # The first windows are shorter than SMOOTHED_STEPS: they do not count.
+    full = [abs(nats) for step, nats in smoothed(common) if step >= SMOOTHED_STEPS and 2 * every <= SMOOTHED_STEPS]
+    return max(full, default=None), every
 
 
 def difference(curve: Curve, other: Curve) -> list[tuple[int, float]]:

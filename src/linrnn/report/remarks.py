@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.report.plots import DEVICE_TIME, NO_SPEED, clock_of
+from linrnn.report.plots import NO_SPEED, clock_of
 from linrnn.report.runs import Run, backend_names, environment_of
 from linrnn.report.targets import RULES, Verdict
 from linrnn.report.verdicts import CONTROL, baseline_of
 from linrnn.runs.figures import (
     NOT_MEASURED,
     WALL_CLOCK,
-    by_wall_clock,
     host_decides,
     on_cpu,
     uneven_steps,
@@ -52,20 +51,16 @@ def on_figures(runs: Sequence[Run]) -> str:
 def _on_speed(runs: Sequence[Run]) -> str:
     """How tokens/s were measured, and what they leave out."""
     clock = clock_of(runs)
-    if clock == WALL_CLOCK:
-        return "Tokens/s are by wall clock, over all steps after the warm-up."
     if clock == NOT_MEASURED:
         return "Tokens/s, step times and MFU are not measured, because the runs shared their GPUs."
     if clock == NO_SPEED:
         return "Tokens/s are not measured: no run came past its warm-up."
-    device = (
-        "come from a step's median device time. They leave out the CPU's work between steps and are to be measured "
-        "again by wall clock."
+    if clock == WALL_CLOCK:
+        return "Tokens/s are by wall clock, over all steps after the warm-up."
+    return (
+        "Tokens/s come from a step's median device time. They leave out the CPU's work between steps and are to be "
+        "measured again by wall clock."
     )
-    if clock == DEVICE_TIME:
-        return f"Tokens/s {device}"
-    names = [r.name for r in runs if r.summary["tokens_per_second"] and not by_wall_clock(r.summary)]
-    return f"Tokens/s are by wall clock. Those of {', '.join(names)} {device}"
 
 
 def on_runs(runs: Sequence[Run]) -> list[str]:

@@ -5,16 +5,16 @@ import json
 import lzma
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_json, read_object, write_bytes
-from linrnn.report import curves
-from linrnn.report.curves import Comparison
-from linrnn.report.steps import LOSS, STATISTIC, TIMES, VALIDATION, packed, times_of, unpacked
+from linrnn.report.curves import Curve
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.origins import commit_in_words, differing, read_origin
@@ -31,30 +31,18 @@ FIGURES = (
 AGAIN = "run that run's command again (trainer.resume=never), or move its directory out of the group"
 NAMED = 3  # runs that a warning names of each origin
 _HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
-# The keys of a setting. Runs that share all of them differ only in loss and seed.
-SETTING = (
-    "model",
-    "size",
-    "data_fingerprint",
-    "batch_size",
-    "accumulation_steps",
-    "seq_len",
-    "precision",
-    "activation_checkpointing",
-    "chunk_size",
-    "vocab_size",
-    "n_parameters",
-    "memory_budget_gib",
-    "parallel",
-    "world_size",
-    "steps",
-    "horizon",
-    "training",
-    "origin",
+# Runs that share all keys of a SETTING differ only in loss and seed. Runs whose curves can be compared share those of
+# COURSE, whether or not they reached their last step.
+COURSE = (
+    *("model", "size", "batch_size", "accumulation_steps", "seq_len", "precision", "activation_checkpointing"),
+    *("chunk_size", "vocab_size", "parallel", "world_size", "training", "origin"),
 )
-# Runs whose curves can be compared share the keys of COURSE, whether or not they reached their last step.
-_NOT_OF_A_COURSE = ("data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
-COURSE = tuple(key for key in SETTING if key not in _NOT_OF_A_COURSE)
+SETTING = (*COURSE, "data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
+# Names in metrics.jsonl and in the rows. Times are means over `measured_steps` steps in milliseconds. Rows have them
+# without their prefix `speed/`, rounded to TIME_DIGITS decimals.
+LOSS, STATISTIC, VALIDATION = "loss_nats", "loss/", "valid/perplexity"
+TIMES = ("wall_step_ms", "step_ms", "loss_forward_ms", "loss_backward_ms", "measured_steps")
+TIME_DIGITS = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class Run:
         summary: summary.json.
         environment: software, hardware and commit; empty for a run that could not start.
         losses: (step, nats per token) of every logged step.
-        times: (step, milliseconds) of every logged step, by the names of :data:`linrnn.report.steps.TIMES`.
+        times: (step, milliseconds) of every logged step, by the names of TIMES.
         statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
         validations: (step, perplexity) of every validation.
         mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
@@ -74,11 +62,11 @@ class Run:
 
     summary: dict[str, Any]
     environment: dict[str, Any]
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    statistics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    validations: list[tuple[int, float]] = field(default_factory=list)
+    losses: Curve = field(default_factory=list)
+    statistics: dict[str, Curve] = field(default_factory=dict)
+    validations: Curve = field(default_factory=list)
     mixture: tuple[str, ...] = ()
-    times: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    times: dict[str, Curve] = field(default_factory=dict)
     origin: str = ""
 
     @property
@@ -259,53 +247,76 @@ def read_committed(directory: Path) -> list[Run]:
     runs = []
     for summary in content["runs"]:
         name = summary["run_name"]
-        series = unpacked(content["steps"].get(name, {}))
-        runs.append(
-            Run(
-                summary,
-                read_origin(others.get(name, content["environment"])).environment,
-                series.get(LOSS, []),
-                {key.removeprefix(STATISTIC): one for key, one in series.items() if key.startswith(STATISTIC)},
-                series.get(VALIDATION, []),
-                mixture=tuple(mixtures.get(name, ())),
-                times={key: one for key, one in series.items() if key in TIMES},
-            )
-        )
+        environment = read_origin(others.get(name, content["environment"])).environment
+        curves = {key: _read_columns(one) for key, one in content["steps"].get(name, {}).items()}
+        runs.append(_run(summary, environment, tuple(mixtures.get(name, ())), curves))
     return runs
 
 
 def write_committed(runs: Sequence[Run], directory: Path) -> Path:
     """Write environments, summaries and all logged steps to COMMITTED, without times of runs that shared their GPU.
 
-    The summaries come first, one value a line, for `xz -dc`.
+        {"environment": {…}, "runs": [SUMMARY, …], "steps": {"RUN_NAME": {"loss_nats": {"digits": "float32", "steps":
+        [1, 2, …], "values": […]}, "wall_step_ms": {…}, …}, …}}
+
+    Values are exact: most are numbers of 32 bits, whose shortest decimals stand here. The summaries come first, one
+    value a line, for `xz -dc`.
     """
     shared = environment_of(runs)
     others = {run.name: run.environment for run in runs if run.environment and differing([shared, run.environment])}
+    mixtures = {run.name: run.mixture for run in runs if run.mixture}
     content = {
         "environment": shared,
         **({"environments": others} if others else {}),
-        **({"mixtures": mixtures} if (mixtures := {run.name: run.mixture for run in runs if run.mixture}) else {}),
+        **({"mixtures": mixtures} if mixtures else {}),
         "runs": [run.summary for run in runs],
     }
-    steps = {
-        run.name: packed(
-            {LOSS: run.losses}
-            | ({} if run.gpu_shared else run.times)
-            | {f"{STATISTIC}{name}": curve for name, curve in run.statistics.items()}
-            | ({VALIDATION: run.validations} if run.validations else {})
-        )
-        for run in runs
-        if run.losses
-    }
+    steps = {run.name: {name: _columns(name, curve) for name, curve in _curves(run).items()} for run in runs}
+    steps = {name: columns for name, columns in steps.items() if columns}
     text = f'{json.dumps(content, indent=1)[:-2]},\n "steps": {json.dumps(steps, separators=(",", ":"))}\n}}\n'
     path = directory / COMMITTED
     write_bytes(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     return path
 
 
-def comparison(run: Run, base: Run) -> Comparison:
-    """Two runs' loss curves compared over their common steps."""
-    return curves.compare(run.losses, base.losses)
+def _curves(run: Run) -> dict[str, Curve]:
+    """The curves of a run, by their names in the rows. :func:`_run` is the inverse."""
+    times = {} if run.gpu_shared else run.times
+    statistics = {f"{STATISTIC}{name}": curve for name, curve in run.statistics.items()}
+    curves = {LOSS: run.losses, **times, **statistics, VALIDATION: run.validations}
+    return {name: curve for name, curve in curves.items() if curve} if run.losses else {}
+
+
+def _run(
+    summary: dict[str, Any], environment: dict[str, Any], mixture: tuple[str, ...], curves: Mapping[str, Curve]
+) -> Run:
+    return Run(
+        summary,
+        environment,
+        curves.get(LOSS, []),
+        {name.removeprefix(STATISTIC): curve for name, curve in curves.items() if name.startswith(STATISTIC)},
+        curves.get(VALIDATION, []),
+        mixture,
+        {name: curve for name, curve in curves.items() if name in TIMES},
+    )
+
+
+def _columns(name: str, curve: Curve) -> dict[str, Any]:
+    """A curve as columns: times rounded, other values in the fewest digits that give them back."""
+    steps, values = [step for step, _ in curve], [value for _, value in curve]
+    if name in TIMES:
+        return {"steps": steps, "values": [round(value, TIME_DIGITS) for value in values]}
+    short = np.asarray(values, dtype=np.float32)
+    if short.astype(np.float64).tolist() != values:
+        return {"digits": "float64", "steps": steps, "values": values}
+    return {"digits": "float32", "steps": steps, "values": [float(str(value)) for value in short]}
+
+
+def _read_columns(columns: Mapping[str, Any]) -> Curve:
+    values = columns["values"]
+    if columns.get("digits") == "float32":
+        values = np.asarray(values, dtype=np.float32).astype(np.float64).tolist()
+    return list(zip(columns["steps"], values, strict=True))
 
 
 def alike(a: Run, b: Run) -> bool:
@@ -346,28 +357,14 @@ def loss_time_share(run: Run) -> float | None:
     return sum(times.values()) / step if times and step else None
 
 
-def loss_layer_share(run: Run) -> float | None:
-    """The most that the output layer's passes add, including gradients, as a share of the peak; None on a CPU."""
-    memory, peak = run.summary.get("memory_bytes") or {}, run.summary["peak_memory_bytes"]
-    sizes = [memory[key] for key in ("loss_forward", "loss_backward") if key in memory]
-    return max(sizes) / peak if sizes and peak else None
-
-
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
     origin = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
-    statistics: dict[str, list[tuple[int, float]]] = {}
+    curves: dict[str, Curve] = {}
+    kept = {"train/loss_nats": LOSS, VALIDATION: VALIDATION, **{f"speed/{name}": name for name in TIMES}}
     for record in records:
         for name, value in record.items():
-            if name.startswith(STATISTIC) and value is not None and math.isfinite(value):
-                statistics.setdefault(name.removeprefix(STATISTIC), []).append((record["step"], value))
-    return Run(
-        summary=read_object(directory / SUMMARY, FIGURES, AGAIN),
-        environment=origin.environment,
-        losses=[(r["step"], r["train/loss_nats"]) for r in records if r.get("train/loss_nats") is not None],
-        statistics=statistics,
-        validations=[(r["step"], r[VALIDATION]) for r in records if r.get(VALIDATION) is not None],
-        mixture=origin.mixture,
-        times=times_of(records),
-    )
+            if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
+                curves.setdefault(kept.get(name, name), []).append((record["step"], value))
+    return _run(read_object(directory / SUMMARY, FIGURES, AGAIN), origin.environment, origin.mixture, curves)

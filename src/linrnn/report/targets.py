@@ -9,7 +9,6 @@ A sweep's file may name targets:
 The sweep stores them beside its runs (TARGETS). A report without targets compares, and judges nothing.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,9 +214,6 @@ class Verdict:
     verdict: str
     setting: str = ""
     remark: str = ""
-
-    def with_remark(self, remark: str) -> "Verdict":
-        return dataclasses.replace(self, remark="; ".join(filter(None, [self.remark, remark])))
 
 
 def judge(

@@ -7,7 +7,8 @@ from math import isclose
 from statistics import median
 from typing import Any
 
-from linrnn.report.runs import SETTING, Run, backend_names, comparison, environment_of, without_horizon
+from linrnn.report.curves import largest_difference
+from linrnn.report.runs import SETTING, Run, backend_names, environment_of, without_horizon
 from linrnn.report.targets import (
     BASELINES,
     COMPARISONS,
@@ -29,16 +30,8 @@ DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
 
 # Two searches for the largest batch must share these.
 ANSWER_SETTING = (
-    "accumulation_steps",
-    "seq_len",
-    "activation_checkpointing",
-    "chunk_size",
-    "vocab_size",
-    "tie_embeddings",
-    "precision",
-    "memory_budget_gib",
-    "parallel",
-    "world_size",
+    *("accumulation_steps", "seq_len", "activation_checkpointing", "chunk_size", "vocab_size", "tie_embeddings"),
+    *("precision", "memory_budget_gib", "parallel", "world_size"),
 )
 
 
@@ -66,14 +59,13 @@ Compare = Callable[[Run, Run], Compared | None]
 def _speed_ratio(run: Run, base: Run) -> Compared | None:
     """Ratio of tokens/s of two GPU runs; None if one is too short, or their clocks differ."""
     value, other = (one.summary.get("tokens_per_second") for one in (run, base))
-    if not value or not other or not _timed(run, base):
-        return None
-    if by_wall_clock(run.summary) != by_wall_clock(base.summary):
+    clock, same_clock = (by_wall_clock(one.summary) for one in (run, base))
+    if not value or not other or not _timed(run, base) or clock != same_clock:
         return None
     least, most = free_loss_speed_up(run), free_loss_speed_up(base)
     return Compared(
         value / other,
-        doubt="" if by_wall_clock(run.summary) else DEVICE_TIME,
+        doubt="" if clock else DEVICE_TIME,
         note="CPU-bound" if host_decides(run.summary) or host_decides(base.summary) else "",
         limits=(1 / least, most) if least and most else None,
     )
@@ -82,7 +74,7 @@ def _speed_ratio(run: Run, base: Run) -> Compared | None:
 def _speed_ratio_across_batches(run: Run, base: Run) -> Compared | None:
     """As :func:`_speed_ratio`, for runs that differ in more than the loss: without limits."""
     found = _speed_ratio(run, base)
-    return found and Compared(found.value, found.doubt, found.note)
+    return found and replace(found, limits=None)
 
 
 def _memory_ratio(run: Run, base: Run) -> Compared | None:
@@ -96,19 +88,18 @@ def _difference(key: str) -> Compare:
 
     def compare(run: Run, base: Run) -> Compared | None:
         value, other = run.summary.get(key), base.summary.get(key)
-        if value is None or other is None or not learnt(run, base):
-            return None
-        return Compared(value - other)
+        known = value is not None and other is not None and learnt(run, base)
+        return Compared(value - other) if known else None  # type: ignore[operator]
 
     return compare
 
 
 def _curve_difference(run: Run, base: Run) -> Compared | None:
     """The largest difference between two loss curves."""
-    found = comparison(run, base)
-    if not learnt(run, base) or found.largest is None:
+    largest, every = largest_difference(run.losses, base.losses)
+    if not learnt(run, base) or largest is None:
         return None
-    return Compared(found.largest, note=f"every {found.every}th step logged" if found.every > 1 else "")
+    return Compared(largest, note=f"every {every}th step logged" if every > 1 else "")
 
 
 def _backward_speed_up(run: Run, base: Run) -> Compared | None:
@@ -176,13 +167,12 @@ def verdicts(
     if not targets:
         targets = [replace(target, of=(baseline_of(runs),)) for target in COMPARISONS]
     names = backend_names([run.summary for run in runs])
-    kinds: dict[tuple[str, str, str, str], dict[tuple[Any, ...], dict[str, list[Run]]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    kinds: dict[tuple[str, ...], dict[tuple[Any, ...], dict[str, list[Run]]]] = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, names, strict=True):
         if run.finished and not run.mixture:
-            kind = run.summary["model"], run.summary["activation_checkpointing"], run.execution, run.origin
-            kinds[kind][run.setting].setdefault(name, []).append(run)
+            s = run.summary
+            own_kind = (s["model"], s["activation_checkpointing"], run.execution, run.origin)
+            kinds[own_kind][run.setting].setdefault(name, []).append(run)
     environment = environment_of(runs)
     found: list[Verdict] = []
     for kind, by_setting in kinds.items():
@@ -212,17 +202,16 @@ def baseline_of(runs: Sequence[Run]) -> str:
     return next((name for name in (*BASELINES, EXACT) if name in losses), BASELINES[0])
 
 
-def _where(kind: tuple[str, str, str, str], telling: str, kinds: Iterable[tuple[str, str, str, str]]) -> str:
+def _where(kind: tuple[str, ...], telling: str, kinds: Iterable[tuple[str, ...]]) -> str:
     """What tells a kind of runs from others of its model, in words."""
-    model, checkpointing, execution, _ = kind
-    of_model = [other for other in kinds if other[0] == model]
-    words = [telling]
-    if len({other[1] for other in of_model}) > 1 and "checkpointing=" not in telling:
-        words.append(f"checkpointing {checkpointing}")
-    if len({other[2] for other in of_model}) > 1:
-        words.append(execution)
-    if kind[3] and "origin=" not in telling:
-        words.append(f"origin {kind[3]}")
+    model, checkpointing, execution, origin = kind
+    checkpointings, executions = (len({other[i] for other in kinds if other[0] == model}) for i in (1, 2))
+    words = [
+        telling,
+        f"checkpointing {checkpointing}" if checkpointings > 1 and "checkpointing=" not in telling else "",
+        execution if executions > 1 else "",
+        f"origin {origin}" if origin and "origin=" not in telling else "",
+    ]
     return ", ".join(filter(None, words))
 
 
@@ -255,16 +244,18 @@ def _against(
 def _telling(setting: tuple[Any, ...], others: Iterable[tuple[Any, ...]]) -> str:
     """The part of a setting in which it differs from others, as `vocab_size=32000`, without implied keys.
 
-    The horizon has the name of its configuration key.
+    The horizon has the name of its configuration key. It is implied where it follows from the batch.
     """
-    every = [dict(zip(SETTING, other, strict=True)) for other in others]
+    every, own = [dict(zip(SETTING, other, strict=True)) for other in others], dict(zip(SETTING, setting, strict=True))
+
+    def varying(*keys: str) -> int:
+        return len({tuple(one[key] for key in keys) for one in every})
+
     implied = {"n_parameters", "data_fingerprint", "steps", "training"}
-    sizes = {(one["batch_size"], one["seq_len"]) for one in every}
-    if len({(one["batch_size"], one["seq_len"], one["horizon"]) for one in every}) == len(sizes):
+    if varying("batch_size", "seq_len", "horizon") == varying("batch_size", "seq_len"):
         implied.add("horizon")
-    varying = [key for key in SETTING if key not in implied and len({one[key] for one in every}) > 1]
-    own = dict(zip(SETTING, setting, strict=True))
-    return ", ".join(f"{'schedule.steps' if key == 'horizon' else key}={own[key]}" for key in varying)
+    told = [key for key in SETTING if key not in implied and varying(key) > 1]
+    return ", ".join(f"{'schedule.steps' if key == 'horizon' else key}={own[key]}" for key in told)
 
 
 def _paired(
@@ -292,14 +283,10 @@ def _paired(
     words = "; ".join(dict.fromkeys([*([remark] if remark else []), *notes]))
     verdict = judge(target, *names, values, setting=where, remark=words, doubts=list(dict.fromkeys(doubts)))
     if target.rule == WITHIN and verdict.verdict == INCONCLUSIVE and verdict.n >= target.pairs:
-        return verdict.with_remark(_too_narrow(values, target.bound))
+        needed, margin = pairs_for(values, target.bound), f"±{target.bound:g}"
+        words = f"{margin} needs about {needed:,} pairs at this scatter" if needed > len(values) else ""
+        return replace(verdict, remark="; ".join(filter(None, [verdict.remark, words])))
     return verdict
-
-
-def _too_narrow(values: Sequence[float], margin: float) -> str:
-    """What is said where a margin asks for more pairs than there are."""
-    needed = pairs_for(values, margin)
-    return f"±{margin:g} needs about {needed:,} pairs at this scatter" if needed > len(values) else ""
 
 
 def _shared(runs: Sequence[Run]) -> list[str]:

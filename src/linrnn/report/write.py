@@ -22,8 +22,6 @@ from linrnn.report.runs import (
     Run,
     apart,
     find_group,
-    loss_layer_share,
-    loss_time_share,
     origin_warning,
     read_committed,
     read_list,
@@ -174,8 +172,6 @@ def sections(
     made.append(folded("Compared with the baseline", tables.of_verdicts(compared)))
     made.append(folded("What is not compared", tables.not_measured(compared)))
     made.append(folded("Runs", tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))))
-    if courses := tables.of_courses(runs):
-        made.append(folded("Over the steps that two runs have", courses, tables.BATCH_NOISE))
     if filters := tables.of_filters(runs):
         made.append(folded("What filters kept", filters, _KEPT))
     if free := tables.of_free_losses(runs):
@@ -206,19 +202,10 @@ def _figures(runs: Sequence[Run], compared: Sequence[Verdict], targets: Sequence
     if any(run.losses and (run.summary["steps"] or 0) >= LEAST_STEPS for run in runs):
         margins = [target.bound for target in targets if target.rule == WITHIN and target.metric.name.endswith("nats")]
         figures.append(("loss_curves.png", plots.loss_curves(runs, margin=min(margins, default=None))))
-    if any("dropped_mass_mean" in run.statistics for run in runs):
-        figures.append(("dropped_mass.png", plots.dropped_mass(runs)))
     along = [key for key in plots.AXES if plots.varies(measured, key)]
-    apart_from_batches = [key for key in along if key in plots.SHARED_BY]
-    if len({run.summary["loss"] for run in measured}) > 1 and not apart_from_batches:
-        figures.append(("pareto.png", plots.pareto(measured)))
-    if any(run.on_gpu for run in measured) and not apart_from_batches:
-        figures.append(("memory.png", plots.memory_parts([run for run in measured if run.on_gpu])))
-    figures += [(f"speed_by_{key}.png", plots.scaling(measured, key)) for key in along]
-    shares = (("memory", loss_layer_share, plots.loss_share), ("time", loss_time_share, plots.loss_time))
-    for key in apart_from_batches:
-        for name, share, draw in shares:
-            with_share = [run for run in measured if share(run) is not None]
-            if plots.varies(with_share, key):
-                figures.append((f"loss_{name}_by_{key}.png", draw(with_share, key)))
-    return figures
+    if not {"seq_len", "vocab_size"} & {*along}:  # one problem
+        if len({run.summary["loss"] for run in measured}) > 1:
+            figures.append(("pareto.png", plots.pareto(measured)))
+        if on_gpu := [run for run in measured if run.on_gpu]:
+            figures.append(("memory.png", plots.memory_parts(on_gpu)))
+    return figures + [(f"speed_by_{key}.png", plots.scaling(measured, key)) for key in along]
