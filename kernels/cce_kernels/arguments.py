@@ -36,6 +36,7 @@ _PRESET_DEFAULTS = {
 }  # fmt: skip
 _NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
 _NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # e, c, targets, bias and main_grad_c
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
 
 
@@ -67,8 +68,8 @@ def checked(
     """
     o = make_options(preset, options)
     check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
-    vocab = None if place is None else sum(place.shards)
-    targets, ignore_index = check_inputs(e, c, targets, bias, main_grad_c, ignore_index, reduction, shift, vocab)
+    vocab = 0 if place is None else sum(place.shards)
+    targets, ignore_index = check_inputs((e, c, targets, bias, main_grad_c), ignore_index, reduction, shift, vocab)
     weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
     if shift:  # moves the targets instead of e, which would need a copy of e
         targets = shifted(targets, shift, ignore_index)
@@ -138,20 +139,10 @@ def _checked_options(preset: str | None, **options: Any) -> Options:
 _known_options = lru_cache(maxsize=1024, typed=True)(_checked_options)  # the checks take as long as a small kernel
 
 
-def check_inputs(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    main_grad_c: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    shift: int,
-    vocab: int | None = None,
-) -> tuple[Tensor, int]:
-    """Check the inputs; return the targets in int64 and ignore_index as an int.
+def check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: int, vocab: int) -> tuple[Tensor, int]:
+    """Check e, c, targets, bias and main_grad_c; return the targets in int64 and ignore_index as an int.
 
-    vocab: the vocabulary size; None for the number of c's rows.
+    vocab: the vocabulary size, all shards together; 0 for the number of c's rows.
 
     Inputs like those of an earlier call pass at once, because the checks take as long as a small kernel. Inputs on the
     CPU are checked each time, because their targets' values are, too.
@@ -159,19 +150,18 @@ def check_inputs(
     Raises:
         TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
     """
-    tensors = (e, c, targets, bias, main_grad_c)
     if torch.compiler.is_compiling():
-        return _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
+        return _check_inputs(tensors, ignore_index, reduction, shift, vocab)
     refuse_transforms()
-    rest = (type(ignore_index), reduction, type(shift), shift)
+    rest, targets = (type(ignore_index), reduction, type(shift), shift), tensors[2]
     try:
         like = (*[None if x is None else _metadata(x) for x in tensors], *rest)
         passed = like in _PASSED and -(2**63) <= ignore_index < 2**63  # _PASSED holds calls with an int alone
     except (AttributeError, RuntimeError, TypeError):  # no tensor, or a nested one; the checks say what is wrong
-        return _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
+        return _check_inputs(tensors, ignore_index, reduction, shift, vocab)
     if passed:
         return targets if targets.dtype == torch.int64 else targets.long(), ignore_index
-    checked = _check_inputs(*tensors, ignore_index, reduction, shift, vocab)
+    checked = _check_inputs(tensors, ignore_index, reduction, shift, vocab)
     if targets.is_cuda and type(ignore_index) is int:
         if len(_PASSED) >= MOST_PASSED:
             _PASSED.clear()
@@ -188,18 +178,9 @@ def _metadata(x: Tensor) -> tuple:
     return type(x), x.shape, x.dtype, x.device, x.layout, x.is_contiguous()
 
 
-def _check_inputs(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    main_grad_c: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    shift: int,
-    vocab: int | None,
-) -> tuple[Tensor, int]:
+def _check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: int, vocab: int) -> tuple[Tensor, int]:
     """All checks of `check_inputs`."""
+    e, c, targets, bias, main_grad_c = tensors
     for name, x in (("e", e), ("c", c), ("targets", targets), ("bias", bias), ("main_grad_c", main_grad_c)):
         if x is not None or name in ("e", "c", "targets"):
             check_tensor(name, x)
@@ -236,7 +217,7 @@ def _check_inputs(
     # Widened first, because a narrower dtype may not hold ignore_index.
     targets = targets.long()
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
-        vocab = c.shape[0] if vocab is None else vocab
+        vocab = vocab or c.shape[0]
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():
             first = targets[outside][0].item()

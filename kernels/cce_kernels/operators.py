@@ -25,7 +25,7 @@ from .options import Call, Inputs
 from .parallel.rows import AllRows, upstream_of_all
 from .parallel.sharding import Reduced, Spread, chunk_rows
 from .planner import Plan, Problem, skips_ignored
-from .row_math import assemble_loss, reduce_loss, where_it_counts, without_rows
+from .row_math import Operands, assemble_loss, reduce_loss, where_it_counts, without_rows
 from .runtime.devices import kernels_on, without_values
 from .runtime.interpreter import INTERPRETED
 from .saved import GradientSums, Saved
@@ -236,9 +236,9 @@ def _backward(
         columns = saved.columns
         a, b = backend.row_coefficients(grad_rows, grad_lse, lse, columns, o, saved.lost)
         if plan.capacity:
-            return *backend.gather.backward(
-                e, c, columns, lse, a, b, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats
-            ), None  # fmt: skip
+            operands = Operands(e, c, None, columns, lse, a, b)
+            grads = backend.gather.backward(operands, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats)
+            return *grads, None
         refuse_given_back(bias=x.bias)
         bias = None if x.bias is None else x.bias.contiguous()
         entropy = rule = None
@@ -256,8 +256,9 @@ def _backward(
             # Three products have used a stand-in for a target on another rank.
             columns = saved.here if saved.here is not None and not plan.rows else spread.columns(columns)
             dtypes = (dtypes[0] and torch.float32, *dtypes[1:])
+        operands = Operands(e, c, bias, columns, lse, a, b)
         grad_e, grad_c, grad_bias = backend.backward(
-            e, c, bias, columns, lse, a, b, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy
+            operands, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy
         )
         if spread is not None and grad_e is not None:
             reduced = Reduced(spread)

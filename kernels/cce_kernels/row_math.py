@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ class Rows:
     metrics: Tensor | None = None
     largest: Tensor | None = None
     lost: Tensor | None = None
+
+
+class Operands(NamedTuple):
+    """What the gradients of logits are computed from, in the products' dtype; see `row_coefficients`."""
+
+    e: Tensor  # (N, D)
+    c: Tensor  # (V, D)
+    bias: Tensor | None  # (V,) contiguous
+    columns: Tensor  # (N,) int64, each row's target column, negative for none
+    lse: Tensor  # (N,) fp32
+    a: Tensor  # (N,) fp32, and b: the coefficients of the logits' gradient
+    b: Tensor
 
 
 def empty_metrics(like: Tensor, wanted: bool) -> Tensor | None:

@@ -355,7 +355,7 @@ def check_targets_apart(device: str, dtype_e: torch.dtype, dtype_c: torch.dtype,
     targets.
     """
     from cce_kernels.options import Options
-    from cce_kernels.row_math import row_coefficients
+    from cce_kernels.row_math import Operands, row_coefficients
     from cce_kernels.runtime.tiles import aligned
     from cce_kernels.schemes import four_products
 
@@ -374,10 +374,10 @@ def check_targets_apart(device: str, dtype_e: torch.dtype, dtype_c: torch.dtype,
     a, b = row_coefficients(torch.tensor(0.3, device=device), None, lse.detach().float(), targets, o)
     buffer = torch.randn(vocab, dim, generator=g).to(device) if main_grad else None
     before = None if buffer is None else buffer.clone()
+    operands = Operands(e, c, None, targets, lse.detach().float(), a, b)
     grad_e, grad_c, _ = four_products.gradients(
-        e, c, None, targets, lse.detach().float(), a, b, 256, o, (dtype_e, None if main_grad else dtype_c, None),
-        buffer, None,
-    )  # fmt: skip
+        operands, 256, o, (dtype_e, None if main_grad else dtype_c, None), buffer, None
+    )
     if buffer is not None and before is not None:
         grad_c = buffer - before
     assert grad_e is not None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import BF16, Case, draw
+from cce_kernels.row_math import Operands
 from cce_kernels.runtime.launch import PLAIN as UNSPECIALISED
 from cce_kernels.runtime.launch import SPECIALISED
 from cce_kernels.runtime.tiles import SHORT, Row
@@ -189,7 +190,7 @@ def launch_all(
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
     a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options, ones)
-    with_triton.backward(e, c, bias, targets, ones, a, b, 512, options, dtypes, None, stats)
+    with_triton.backward(Operands(e, c, bias, targets, ones, a, b), 512, options, dtypes, None, stats)
 
 
 def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:
@@ -207,7 +208,8 @@ def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None
         for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
             x.zero_()
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
-    with_triton.gather.backward(e, c, targets, ones, ones, ones, state, 4096, o, (dtype, dtype), None, stats)
+    operands = Operands(e, c, None, targets, ones, ones, ones)
+    with_triton.gather.backward(operands, state, 4096, o, (dtype, dtype), None, stats)
 
 
 # With every tile of a row of the table (runtime/tiles.py).

@@ -47,6 +47,7 @@ class Spread:
     stored_rows: int = 0  # per chunk, where the Triton kernels are to store exponentials
     unequal: bool = False  # each rank's loss has another gradient
     compiled: bool = False  # under torch.compile, in one graph
+    again: bool = False  # the gradients are those of a second backward pass
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -101,7 +102,7 @@ def cases(ranks: int) -> list[Spread]:
             Case(
                 "stored_weights-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, weights=True, options=options
             ),
-            rows, stored_rows=64, extras={"return_metrics": True},
+            rows, stored_rows=64, extras={"return_metrics": True}, again=True,
         )
         for rows, options in (("same", {"z_loss": 1e-3}), ("own", {"reduction": "sum"}))
     ]  # fmt: skip
@@ -246,7 +247,10 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     inputs = [x for x in (e, c, bias) if x is not None]
     try:
         with stored(spread.stored_rows), traced(trace):
-            grads = torch.autograd.grad(loss, inputs, upstream, allow_unused=spread.main_grad)
+            for last in (False, True) if spread.again else (True,):
+                grads = torch.autograd.grad(
+                    loss, inputs, upstream, retain_graph=not last, allow_unused=spread.main_grad
+                )
     except RuntimeError as error:
         if not spread.unequal:
             raise

@@ -24,7 +24,7 @@ from ..filter.rule import FilterStats, Rule, mean_logits
 from ..filter.rule import filter_figures as filter_figures
 from ..options import Options
 from ..planner import Plan, Problem
-from ..row_math import Rows, empty_metrics, where_it_counts
+from ..row_math import Operands, Rows, empty_metrics, where_it_counts
 from ..row_math import mean_gradient as mean_gradient
 from ..row_math import reduce_loss as reduce_loss
 from ..row_math import row_coefficients as row_coefficients
@@ -116,13 +116,7 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def backward(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
+    x: Operands,
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
@@ -134,16 +128,13 @@ def backward(
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
-        e, c, bias, columns: as for `forward`.
-        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
         width: vocabulary columns per chunk, from `plan`.
         stats: takes the filter's statistics, or None.
         rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
     """
-    vocab = c.shape[0]
-    dtype_e, dtype_c, dtype_bias = dtypes
-    e32 = e.float()
+    e, c, bias, columns, lse, a, b = x
+    vocab, e32, (dtype_e, dtype_c, dtype_bias) = c.shape[0], e.float(), dtypes
     sum_e = None if dtype_e is None else Accumulator(e, tuple(e.shape), dtype_e, o.accumulate)
     grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
     grad_bias = None if dtype_bias is None else torch.empty(vocab, dtype=dtype_bias, device=c.device)
@@ -152,7 +143,7 @@ def backward(
     needs = sum_e is not None, with_c or grad_bias is not None
     exact = None
     if o.filters(*needs):
-        rule, exact = _rule(rule, e32, c, bias, columns, lse, width, o)
+        rule, exact = _rule(rule, x._replace(e=e32), width, o)
     else:
         rule = None
     sides = _sides(*needs, rule, o)
@@ -296,13 +287,12 @@ def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, ke
     dropped += torch.where(stays, 0, p).sum(dim=1)
 
 
-def _rule(
-    rule: Rule | None, e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options
-) -> tuple[Rule, Tensor]:
+def _rule(rule: Rule | None, x: Operands, width: int, o: Options) -> tuple[Rule, Tensor]:
     """The rule of a call, and whether filter_mass makes the call exact, () bool.
 
     With filter_mass this costs one product of N x D x V.
     """
+    e, c, bias, columns, lse, *_ = x
     vocab = c.shape[0]
     if rule is None:
         rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)

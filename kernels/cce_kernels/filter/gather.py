@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..options import Options
 from ..planner import head_rows, list_parts, room_beside_lists
+from ..row_math import Operands
 from ..runtime.devices import Glance
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv, power_of_2
@@ -249,12 +250,7 @@ def gather_kernel(
 
 
 def backward(
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
+    x: Operands,
     tensors: Sequence[Tensor],
     width: int,
     o: Options,
@@ -265,13 +261,13 @@ def backward(
     """Gradients of e and c; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
-        e: (N, D) and c: (V, D), bf16 and `aligned`. columns: (N,) int64, each row's target column (row_math.py).
-        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
+        x: without a bias; e and c are bf16 and `aligned`.
         tensors: of the lists, from `select.forward`.
         width: vocabulary columns per chunk of four products, which run if the lists are void.
         stats: takes the filter's statistics, or None.
     """
     assert o.filter_eps is not None
+    e, c, _, columns, *_, b = x
     (n_rows, dim), vocab = e.shape, c.shape[0]
     lists = Lists.of(tensors)
     rule = lists.rule(o.filter_eps, vocab)
@@ -284,10 +280,10 @@ def backward(
         """Add the tails' estimate where `active` is not 0; `taken`: bytes of the workspace that are taken already."""
         if lists.sample is not None:
             left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
-            add_estimates(e, c, None, columns, lse, a, rule, lists.sample, o, grad_e, out_c, None, left, active)
+            add_estimates(x, rule, lists.sample, o, (grad_e, out_c, None), left, active)
 
     active = 1 - lists.void
-    _by_lists(e, c, columns, lse, a, b, lists, rule, active, o, grad_e, grad_c, main_grad_c)
+    _by_lists(x, lists, rule, active, o, grad_e, grad_c, main_grad_c)
     estimate(active, 0)
     filtering = None
     kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
@@ -296,7 +292,7 @@ def backward(
             kept, dropped = parts(e)
             filtering = Filter(rule, kept, dropped)
         fallback = Fallback(lists.void, grad_e, grad_c)
-        gradients(e, c, None, columns, lse, a, b, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
+        gradients(x, width, o, (*dtypes, None), main_grad_c, filtering, fallback)
         if filtering is not None:
             estimate(lists.void, kept.nbytes + dropped.nbytes)
     if stats is not None:
@@ -312,26 +308,16 @@ def backward(
 
 
 def _by_lists(
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
-    lists: Lists,
-    rule: Rule,
-    active: Tensor,
-    o: Options,
-    grad_e: Tensor | None,
-    grad_c: Tensor | None,
+    x: Operands, lists: Lists, rule: Rule, active: Tensor, o: Options, grad_e: Tensor | None, grad_c: Tensor | None,
     main_grad_c: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the kept entries' part of each wanted gradient from the lists, where `active` () int32 is not 0."""
+    e, c, _, columns, _, a, b = x
     n_rows, vocab = e.shape[0], c.shape[0]
     out = grad_c if main_grad_c is None else main_grad_c
     a_scaled = a if o.logit_scale == 1 else a * o.logit_scale
     capacity = lists.column.shape[0]
-    grad_head = _head(e, c, columns, lse, a_scaled, rule, grad_e, out is not None, o, active, capacity)
+    grad_head = _head(x._replace(a=a_scaled), rule, grad_e, out is not None, o, active, capacity)
     coefficients, rows = torch.empty_like(lists.weight), torch.empty_like(lists.column)
     coefficients_kernel[(n_rows,)](
         active, lists.starts, lists.weight, a, b, lists.nll, columns, coefficients, rows, float(o.logit_scale), 256,
@@ -348,17 +334,7 @@ def _by_lists(
 
 
 def _head(
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    rule: Rule,
-    grad_e: Tensor | None,
-    with_c: bool,
-    o: Options,
-    active: Tensor,
-    capacity: int,
+    x: Operands, rule: Rule, grad_e: Tensor | None, with_c: bool, o: Options, active: Tensor, capacity: int
 ) -> Tensor | None:
     """Write the head's part of dE, without the factor a, to grad_e; return the head's rows of dC (n_head, D) fp32.
 
@@ -366,6 +342,7 @@ def _head(
     """
     if not rule.n_head or rule.rank is None or rule.likely is None:
         return None
+    e, c, _, columns, lse, a, _ = x
     (n_rows, dim), n_head = e.shape, rule.n_head
     c_head = aligned(c.index_select(0, rule.likely[:n_head]))
     grad_head = torch.empty(n_head, dim, dtype=torch.float32, device=e.device) if with_c else None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..options import Options
 from ..planner import room
+from ..row_math import Operands
 from ..schemes.four_products import dropped_mass, gradients
 from ..triton.logit_gradient import Filter, parts
 from .draw import mean_logits
@@ -15,13 +16,7 @@ from .sample import add_estimates
 
 
 def backward(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
+    x: Operands,
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
@@ -37,7 +32,7 @@ def backward(
         rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
         entropy: as for `four_products.gradients`.
     """
-    vocab = c.shape[0]
+    e, c, bias, columns, lse, *_ = x
     filtering, exact = None, None
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
@@ -45,17 +40,17 @@ def backward(
             rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
         exact = torch.zeros((), dtype=torch.bool, device=e.device)
         if o.filter_mass is not None:
-            mass = dropped_mass(e, c, bias, columns, lse, width, o, rule)
+            mass = dropped_mass(x, width, o, rule)
             exact = rule.drops_more(mass, o.filter_mass)
         kept, dropped = parts(e)
         filtering = Filter(rule.exact_if(exact), kept, dropped)
-    grads = gradients(e, c, bias, columns, lse, a, b, width, o, dtypes, main_grad_c, filtering, entropy=entropy)
+    grads = gradients(x, width, o, dtypes, main_grad_c, filtering, entropy=entropy)
     if filtering is not None and filtering.rule.seed is not None:
         grad_c = grads[1] if main_grad_c is None else main_grad_c
-        sample = filtering.rule.sample(columns, e.shape[1], vocab)
-        add_estimates(e, c, bias, columns, lse, a, filtering.rule, sample, o, grads[0], grad_c, grads[2], room(o))
+        sample = filtering.rule.sample(columns, e.shape[1], c.shape[0])
+        add_estimates(x, filtering.rule, sample, o, (grads[0], grad_c, grads[2]), room(o))
     if stats is not None:
         if filtering is None:
             kept = dropped = torch.zeros_like(lse)[None]
-        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, b)
+        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, x.b)
     return grads

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..options import Options
 from ..planner import tail_width
+from ..row_math import Operands
 from ..runtime.launch import quick
 from ..runtime.tiles import aligned, cdiv
 from ..triton.logit_gradient import Filter, gradient_of_chunk
@@ -34,60 +35,39 @@ DRAWN = 1024  # drawn rows of a program of drawn_rows_kernel
 
 
 def add_estimates(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    rule: Rule,
-    sample: Sample,
-    o: Options,
-    grad_e: Tensor | None,
-    grad_c: Tensor | None,
-    grad_bias: Tensor | None,
-    room: int,
-    active: Tensor | None = None,
-) -> None:
+    x: Operands, rule: Rule, sample: Sample, o: Options, grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    room: int, active: Tensor | None = None,
+) -> None:  # fmt: skip
     """Add the estimate of the tails to the gradients that are given and filtered.
 
     Args:
-        e, c, bias, columns, lse, a: as for `four_products.gradients`.
-        sample: from `rule.sample` for these columns.
-        grad_e: (N, D). grad_c: (V, D), or main_grad_c instead. grad_bias: (V,). None for a gradient not wanted.
+        x: as for `four_products.gradients`. sample: from `rule.sample` for its columns.
+        grads: of e, (N, D), of c, (V, D), or main_grad_c instead, and of the bias, (V,). None for one not wanted.
         room: bytes for copies and logits. If the copy of the drawn rows alone exceeds them, 16 columns of logits come
             on top.
         active: () int32; where 0, nothing is added. None: the estimate is always added.
     """
-    peak = Peak.of(a, a)
+    peak = Peak.of(x.a, x.a)
+    x, (grad_e, grad_c, grad_bias) = x._replace(a=peak.a), grads
     scale = peak.value if o.logit_scale == 1 else peak.value * o.logit_scale
     if grad_e is not None and o.filter_e:
-        _add_to_e(e, c, bias, lse, peak.a, scale, rule, sample, o, grad_e, room, active)
+        _add_to_e(x, scale, rule, sample, o, grad_e, room, active)
     if (grad_c is not None or grad_bias is not None) and o.filter_c:
-        _add_to_c(e, c, bias, columns, lse, peak, scale, rule, sample, o, grad_c, grad_bias, room, active)
+        _add_to_c(x, peak, scale, rule, sample, o, grad_c, grad_bias, room, active)
 
 
 def _add_to_e(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    a: Tensor,
-    scale: Tensor,
-    rule: Rule,
-    sample: Sample,
-    o: Options,
-    grad_e: Tensor,
-    room: int,
+    x: Operands, scale: Tensor, rule: Rule, sample: Sample, o: Options, grad_e: Tensor, room: int,
     active: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Add the estimate to grad_e: for each block of rows, a product with the block's drawn columns."""
+    e, c, bias, _, lse, a, _ = x
     (n_rows, dim), (_, n_drawn) = e.shape, sample.columns.shape
     height = min(block_rows(dim), n_rows)
     width = tail_width(height, dim, n_drawn, e.itemsize, room)
     workspace = e.new_empty(height, cdiv(width, 16) * 16)
     # split() and unbind() instead of slices, which take the host longer: in a small problem the device waits for it.
-    by_rows = zip(*(x.split(height) for x in (e, sample.place, lse, a, grad_e)), strict=True)
+    by_rows = zip(*(of_rows.split(height) for of_rows in (e, sample.place, lse, a, grad_e)), strict=True)
     draws = zip(sample.columns.unbind(), sample.times.unbind(), strict=True)
     for (e_i, place, lse_i, a_i, out), (columns, times) in zip(by_rows, draws, strict=True):
         pieces = zip(columns.split(width), times.split(width), strict=True)
@@ -127,22 +107,11 @@ def drawn_rows_kernel(
 
 
 def _add_to_c(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    peak: Peak,
-    scale: Tensor,
-    rule: Rule,
-    sample: Sample,
-    o: Options,
-    grad_c: Tensor | None,
-    grad_bias: Tensor | None,
-    room: int,
-    active: Tensor | None,
-) -> None:
+    x: Operands, peak: Peak, scale: Tensor, rule: Rule, sample: Sample, o: Options, grad_c: Tensor | None,
+    grad_bias: Tensor | None, room: int, active: Tensor | None,
+) -> None:  # fmt: skip
     """Add the estimate to grad_c and grad_bias: a product with the drawn rows, in chunks of the vocabulary."""
+    e, c, bias, columns, lse, *_ = x
     vocab, drawn = c.shape[0], sample.rows
     e_drawn = aligned(e.index_select(0, drawn))
     columns_drawn, lse_drawn, a = torch.empty_like(drawn), lse.new_empty(len(drawn)), lse.new_empty(len(drawn))

@@ -38,8 +38,7 @@ from .launch import RECORDING, watched
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 MOST_PASSES = 64  # kinds of passes that are remembered
 MOST_BOUND = 8  # sets of addresses that a program remembers its launches for
-# Numbers among a forward pass's results: of the first tensor of `Saved`, and of the finished gradients.
-SAVED = 3
+SAVED = 3  # the number of the first tensor of `Saved` among a forward pass's results; and those of the gradients
 GRADIENTS = [SAVED + 7 + len(Held._fields) + GradientSums._fields.index(x) for x in ("grad_e", "grad_c", "grad_bias")]
 MOST_TRIES = 4  # recordings of a kind of pass; a launch that has to be compiled spoils a recording
 _aten = torch.ops.aten
@@ -51,21 +50,21 @@ _VIEW = {
 
 
 class Piece(NamedTuple):
-    """Memory that a pass has allocated."""
+    """Memory that a pass has allocated: its number, bytes and form."""
 
     number: int
-    size: int  # bytes
+    size: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Spot(NamedTuple):
-    """An address that a launch has got, or that a result has."""
+    """An address of a launch or a result, where its memory begins, and its piece (None: from before the pass)."""
 
-    piece: Piece | None  # in which it lies; None for memory that was there before the pass
+    piece: Piece | None
     address: int
-    memory: int  # where the memory begins that the address lies in
+    memory: int
 
 
 class Tape(TorchDispatchMode):
@@ -149,10 +148,12 @@ class Program:
             beside: what the pass returns besides tensors.
 
         Raises:
-            LookupError: a launch reads memory that is neither an input nor made in the pass.
+            LookupError: a launch reads memory that is neither an input nor made in the pass, or a result is not.
         """
         self._count = len(inputs)
-        made = list(dict.fromkeys(_piece_of(tape.spot(x)) for x in own))
+        made: list[Any] = list(dict.fromkeys(tape.spot(x).piece for x in own))
+        if None in made:
+            raise LookupError("a result was not made in the pass")
         self._allocations = [(tuple(x.shape), x.stride, x.dtype) for x in made]
         placed = {piece.number: (self._count + i, 0) for i, piece in enumerate(made)}
         spots = [None if x is None else tape.spot(x) for x in results]
@@ -166,10 +167,13 @@ class Program:
         placed |= self._allocate(*scratch, idle)
         given = [(i, tape.spot(x)) for i, x in enumerate(inputs) if x is not None]
         self._launches = [(launch, [_place(spot, placed, given) for spot in at]) for launch, at in tape.launches]
-        self._results = [
-            None if x is None or spot is None else self._view(x, _place(spot, placed, given))
-            for x, spot in zip(results, spots, strict=True)
-        ]
+        allocations = [None] * self._count + self._allocations
+        self._results = []
+        for x, spot in zip(results, spots, strict=True):
+            place = None if spot is None else _place(spot, placed, given)
+            form = None if x is None else (x.shape, x.stride(), x.dtype)
+            whole = place is not None and allocations[place[0]] == form
+            self._results.append(None if place is None or form is None else View(place, *form, whole))
         self._bound: dict[tuple[int, ...], list[Any]] = {}
         self.beside, self.next = beside, Passes()  # next: of the pass that takes up these results
 
@@ -180,11 +184,6 @@ class Program:
             if offsets:
                 self._allocations.append(((size,), (1,), torch.uint8))
         return {number: (memory, offset) for number, offset in offsets.items()}
-
-    def _view(self, x: Tensor, place: tuple[int, int]) -> View:
-        made = place[0] - self._count
-        whole = made >= 0 and self._allocations[made] == (x.shape, x.stride(), x.dtype)
-        return View(place, x.shape, x.stride(), x.dtype, whole)
 
     def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> list[Any]:
         """Launch the pass; returns what it has allocated, on the device of `like`."""
@@ -205,17 +204,17 @@ class Program:
         del made[self._kept :]  # the scratch
         return made
 
-    def result(self, index: int, made: Sequence[Any]) -> Any:
-        """The tensor number `index` of the pass's results, or None, in what a run has made."""
-        view = self._results[index]
-        return None if view is None else view.of(made[view.place[0] - self._count])
+    def result(self, index: int, made: list[Any], take: bool = False) -> Any:
+        """The tensor number `index` of the pass's results, or None, in what a run has made.
 
-    def taken(self, index: int, made: list[Any]) -> Any:
-        """As `result`, for one that the next pass does not read. `made` forgets it: its user may change it in place."""
-        view, found = self._results[index], self.result(index, made)
-        if view is not None:
-            made[view.place[0] - self._count] = None
-        return found
+        take: `made` forgets the tensor, which its user may change in place. The next pass must not read it.
+        """
+        view = self._results[index]
+        if view is None:
+            return None
+        at = view.place[0] - self._count
+        memory, made[at] = made[at], None if take else made[at]
+        return view.of(memory)
 
     def backward(
         self, usual: Callable[..., Any], up: Any, x: Inputs, metrics: Any, made: list[Any], call: Call, finish: bool
@@ -247,12 +246,6 @@ class Program:
     def _saved(self, made: list[Any]) -> Saved:
         results = [self.result(index, made) for index in range(SAVED, len(self._results))]
         return Saved.of(results, self.beside.plan.rows)
-
-
-def _piece_of(spot: Spot) -> Piece:
-    if spot.piece is None:
-        raise LookupError("a result was not made in the pass")
-    return spot.piece
 
 
 def _place(spot: Spot, placed: dict[int, tuple[int, int]], given: Sequence[tuple[int, Spot]]) -> tuple[int, int]:
@@ -350,7 +343,7 @@ def forward(usual: Callable[..., Any], x: Inputs, call: Call) -> tuple[Any, Prog
     if program is not None:
         with kernels_on(x.e):
             made = program.run(x, x.e)
-        loss, metrics = program.taken(0, made), program.taken(2, made)
+        loss, metrics = program.result(0, made, take=True), program.result(2, made, take=True)
         lse = program.result(1, made) if call.with_lse else None
         return program.beside._replace(loss=loss, lse=lse, metrics=metrics, saved=made), program
     with CALLS.tape(kind) as tape:

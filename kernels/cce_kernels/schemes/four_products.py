@@ -32,6 +32,7 @@ from torch import Tensor
 from ..accumulator import Accumulator, compensated
 from ..filter.rule import Rule
 from ..options import Options
+from ..row_math import Operands
 from ..runtime.tiles import cdiv
 from ..triton.logit_gradient import Filter, gradient_of_chunk, parts
 from ..triton.logits import target_logits
@@ -54,13 +55,7 @@ class Fallback:
 
 
 def gradients(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
+    x: Operands,
     width: int,
     o: Options,
     dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
@@ -74,16 +69,14 @@ def gradients(
     The function is long because each chunk's dz serves all gradients before the next chunk overwrites it.
 
     Args:
-        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        columns: (N,) int64, each row's target column (row_math.py).
-        lse: (N,) fp32. a, b: (N,) fp32, the coefficients of dL/dz (row_math.py).
+        x: e and c are of one dtype and `aligned`.
         width: vocabulary columns per chunk.
         filtering: the filter of the gradients that the options filter; None for an exact call.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
         fallback: gradients that are already written, unless the device says that they are still to do.
     """
-    n_rows, vocab = e.shape[0], c.shape[0]
-    dtype_e, dtype_c, dtype_bias = dtypes
+    e, c, bias, columns, lse, a, b = x
+    n_rows, vocab, (dtype_e, dtype_c, dtype_bias) = e.shape[0], c.shape[0], dtypes
     active = grad_e = None
     if fallback is None:
         grad_c = None if dtype_c is None else torch.empty(c.shape, dtype=dtype_c, device=c.device)
@@ -163,10 +156,9 @@ def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_
     return whole_e and dtype_c in (None, torch.float32) and torch.float32 in (dtype_e, dtype_c)
 
 
-def dropped_mass(
-    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, lse: Tensor, width: int, o: Options, rule: Rule
-) -> Tensor:
+def dropped_mass(x: Operands, width: int, o: Options, rule: Rule) -> Tensor:
     """The softmax mass (N,) fp32 that the rule drops from each row. Costs one product of N x D x V."""
+    e, c, bias, columns, lse, *_ = x
     kept, dropped = parts(e)
     ones = torch.ones_like(lse)
     workspace = e.new_empty(e.shape[0], cdiv(width, 16) * 16)

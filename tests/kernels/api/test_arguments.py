@@ -7,6 +7,9 @@ import pytest
 import torch
 from cce_kernels import linear_cross_entropy, linear_log_probs, patch
 from cce_kernels.arguments import FLAGS
+from cce_kernels.options import ACCUMULATE, Call, Options, Place
+from hypothesis import given
+from hypothesis import strategies as st
 from patch_models import build_hf
 from torch import nn
 
@@ -99,6 +102,25 @@ QUANTISED = {
 def test_a_quantised_head_is_to_be_dequantized(head, message):
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(E, head, TARGETS)
+
+
+@given(
+    st.builds(
+        Options,
+        softcap=st.none() | st.floats(1e-3, 1e6),
+        logit_scale=st.floats(-1e3, 1e3),
+        z_loss=st.floats(0, 1),
+        filter_eps=st.none() | st.floats(1e-9, 0.9),
+        filter_e=st.booleans(),
+        accumulate=st.sampled_from(ACCUMULATE),
+        workspace_mib=st.none() | st.integers(1, 2**40),
+    ),
+    st.integers(-(2**63), 2**63 - 1),
+    st.none() | st.builds(Place, st.text(), st.just((3, 4)), st.booleans(), st.booleans()),
+)
+def test_a_call_crosses_the_operators_as_text_without_a_loss(options, ignore_index, place):
+    call = Call(options, torch.bfloat16, ignore_index, "none", True, False, True, (True, False, True), place)
+    assert Call.of(call.handle()) == call
 
 
 def test_numbers_of_other_types_are_as_they_were():

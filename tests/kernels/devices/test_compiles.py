@@ -41,13 +41,12 @@ LISTS = {"threshold": (False, None), "unbiased": (True, None), "mass": (True, 0.
 def entropies(dtype: torch.dtype, softcap: float | None) -> None:
     from cce_kernels.backends import with_triton
     from cce_kernels.options import Options
+    from cce_kernels.row_math import Operands
 
     e, c, targets, _ = draw(Case("entropies", dtype=dtype, **PLAIN), "cpu")
     ones, entropy = torch.ones(len(e)), torch.ones(2, len(e))
-    with_triton.backward(
-        e.detach(), c.detach(), None, targets, ones, ones, ones, 512, Options(softcap=softcap), (dtype, dtype, None),
-        None, None, entropy=entropy,
-    )  # fmt: skip
+    operands = Operands(e.detach(), c.detach(), None, targets, ones, ones, ones)
+    with_triton.backward(operands, 512, Options(softcap=softcap), (dtype, dtype, None), None, None, entropy=entropy)
 
 
 def shards(softcap: float | None, with_metrics: bool) -> None:

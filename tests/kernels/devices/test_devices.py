@@ -12,6 +12,7 @@ import torch
 from cce_kernels import backends, linear_cross_entropy
 from cce_kernels.backends import in_torch
 from cce_kernels.options import Options
+from cce_kernels.row_math import Operands
 from cce_kernels.runtime import devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -107,7 +108,7 @@ def test_the_path_in_torch_never_asks_a_device_for_values(options):
     columns, _ = in_torch.find_targets(e, c, bias, torch.zeros(300, device="meta", dtype=torch.int64), -100, o)
     rows = in_torch.forward(e, c, bias, columns, True, o)
     dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
-    grads = in_torch.backward(e, c, bias, columns, lse, lse, lse, 512, o, dtypes, None, None)
+    grads = in_torch.backward(Operands(e, c, bias, columns, lse, lse, lse), 512, o, dtypes, None, None)
     assert rows.lse.shape == (300,)
     assert [grad.shape for grad in grads] == [(300, 64), (2000, 64), (2000,)]
     with pytest.raises(NotImplementedError, match="nonzero"):

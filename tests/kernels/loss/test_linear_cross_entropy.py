@@ -444,13 +444,18 @@ def test_wrong_inputs_are_refused_after_right_ones_have_passed(monkeypatch, mess
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(arguments, "_PASSED", set())
-    inputs = {"e": E, "c": C, "targets": T, "bias": None, "main_grad_c": None}
-    inputs |= {"ignore_index": -100, "reduction": "mean", "shift": 0}
+    right = {"e": E, "c": C, "targets": T, "bias": None, "main_grad_c": None}
+    right |= {"ignore_index": -100, "reduction": "mean", "shift": 0}
+
+    def check(**wrong):
+        *tensors, ignore_index, reduction, shift = (right | wrong).values()
+        arguments.check_inputs(tuple(tensors), ignore_index, reduction, shift, 0)
+
     for _ in range(2):
-        arguments.check_inputs(**inputs)
+        check()
     if "lies outside" not in message:
         with pytest.raises(ValueError, match=f"^{message}"):
-            arguments.check_inputs(**inputs | REFUSED[message])
+            check(**REFUSED[message])
     assert len(arguments._PASSED) == 1
 
 
