@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.report.runs import Run
+from linrnn.report.runs import LOSS, Run
 from linrnn.report.targets import Target, Verdict
 
 GIB = 2**30
@@ -55,7 +55,7 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "command": "python train.py experiment=mve",
         **more,
     }
-    return Run(summary, HERE, [(step, nats + 1 / step) for step in range(1, 41)])
+    return Run(summary, HERE, {LOSS: [(step, nats + 1 / step) for step in range(1, 41)]})
 
 
 def only(found: Sequence[Verdict], target: Target, backend: str, against: str | None) -> Verdict:

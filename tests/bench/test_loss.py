@@ -32,7 +32,6 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.data import BatchesOnce
 from linrnn.losses import build_loss
-from study.crossover import crossovers
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
@@ -225,18 +224,6 @@ def test_the_interval_of_a_median_shrinks_with_the_rounds_and_of_ten_holds_the_t
     assert interval_of_median(np.full(5, 1.5), seed=0) == (1.5, 1.5)
     found = [interval_of_median(draw.normal(2.0, 0.1, size=10), seed=0) for _ in range(1000)]
     assert 0.92 < np.mean([low <= 2.0 <= high for low, high in found]) < 0.96
-
-
-def test_crossovers_are_where_the_ratio_passes_one():
-    assert crossovers([1, 2, 4], [3.0, 2.0, 1.5]) == []
-    (up,) = crossovers([100, 10_000], [2.0, 0.5])
-    assert up.size == pytest.approx(1000)
-    assert up.faster_above
-    down, again = crossovers([1, 2, 4], [0.9, 1.2, 0.8])
-    assert (down.faster_above, again.faster_above) == (False, True)
-    assert 1 < down.size < 2 < again.size < 4
-    (at,) = crossovers([1, 2, 4], [2.0, 1.0, 0.5])
-    assert at.size == 2
 
 
 def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 
 from linrnn.report import plots, write, write_report
 from linrnn.report.curves import largest_difference
-from linrnn.report.runs import Run, backend_names, read_committed, read_runs, write_committed
+from linrnn.report.runs import LOSS, Run, backend_names, read_committed, read_runs, write_committed
 from linrnn.report.targets import Verdict
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
@@ -402,7 +402,7 @@ def test_the_curve_of_a_run_that_ended_early_is_drawn_over_the_steps_that_it_has
     def course(loss: str, steps: int, nats: float) -> Run:
         status = {"status": "failed", "data_fingerprint": None} if steps < 80 else {}
         found = run(loss, steps=steps, training="schedule.steps=80", **status)
-        return replace(found, losses=[(step, nats + 1 / step) for step in range(1, steps + 1)])
+        return replace(found, curves={LOSS: [(step, nats + 1 / step) for step in range(1, steps + 1)]})
 
     figure = plots.loss_curves([course("cce_kahan", 70, 4.998), course("compiled", 80, 5.0)])
     assert max(figure.axes[1].lines[0].get_xdata()) == 70
@@ -411,11 +411,11 @@ def test_the_curve_of_a_run_that_ended_early_is_drawn_over_the_steps_that_it_has
 
 @pytest.mark.usefixtures("text_alone")
 def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path) -> None:
-    curves = {"entries_kept": [(1, 0.5), (2, 0.25)], "dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
-    filtered = replace(run("cce_filter"), statistics=curves)
+    curves = {"loss/entries_kept": [(1, 0.5), (2, 0.25)], "loss/dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
+    filtered = replace(run("cce_filter"), curves={**run("cce_filter").curves, **curves})
     paths = write_report([run("compiled"), filtered], tmp_path, "g")
     assert "| gla | cce_filter | 0 | 37.5000% | 0.400 | - | - | - |" in paths[0].read_text()
-    assert [one.statistics for one in read_committed(tmp_path)] == [{}, curves]
+    assert curves.items() <= read_committed(tmp_path)[1].curves.items()
 
 
 @pytest.mark.usefixtures("text_alone")
@@ -443,8 +443,10 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Pat
 
 
 def test_committed_runs_read_back(tmp_path: Path) -> None:
-    long = Run(run("compiled").summary, HERE, [(step, 1 / step) for step in range(1, 2404)], validations=[(9, 2.5)])
-    killed = Run(run("standard").summary, HERE, [(960, 0.5)], {"dropped_mass_mean": [(960, 1 / 3)]}, mixture=("gpus",))
+    curves = {LOSS: [(step, 1 / step) for step in range(1, 2404)], "valid/perplexity": [(9, 2.5)]}
+    long = Run(run("compiled").summary, HERE, curves)
+    filtered = {LOSS: [(960, 0.5)], "loss/dropped_mass_mean": [(960, 1 / 3)]}
+    killed = Run(run("standard").summary, HERE, filtered, mixture=("gpus",))
     idle = Run(run("liger").summary, ELSEWHERE)
     write_committed([long, killed, idle], tmp_path)
     assert read_committed(tmp_path) == [long, killed, idle], "to the last bit"

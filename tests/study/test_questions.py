@@ -1,6 +1,4 @@
-"""The study's own questions: other losses, changes of the layers, crossovers."""
-
-from dataclasses import replace
+"""The study's own questions: other losses, changes of the layers."""
 
 import pytest
 from made_up_runs import BLOCKS, FLOAT8, five, run, trained
@@ -9,7 +7,6 @@ from linrnn.report.runs import Run
 from study.changes import changes_of_loss
 from study.criteria import FINAL_LOSS, MVE_LOSS, own_baselines
 from study.criteria import verdicts as judged
-from study.crossover import crossover_lines
 
 
 @pytest.mark.parametrize(
@@ -39,29 +36,6 @@ def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change
         ("gla, compile=blocks", "gla, plain blocks", pytest.approx(0.001), "reached"),
         ("gla, float8=blocks", "gla, bf16", pytest.approx(0.03), "not reached"),
     ]
-
-
-def test_the_crossover_lies_where_the_ratio_passes_one() -> None:
-    speeds = {"compiled": (1000, 500), "cce_kahan": (800, 625), "standard": (500, 250)}  # ratios 1.25 and 0.8
-    runs = [
-        run(loss, vocab_size=vocab, speed=speed)
-        for loss, pair in speeds.items()
-        for vocab, speed in zip((32000, 128000), pair, strict=True)
-    ]
-    assert crossover_lines(runs) == [
-        "* gla x cce_kahan: step faster than compiled's above about 64,000 (n = 1: inconclusive)",
-        "* gla x standard: step slower than compiled's from 32,000 to 128,000 (n = 1: inconclusive)",
-    ]
-    layers = {"compiled": (5.0, 20.0), "cce_kahan": (4.0, 19.0)}
-    timed = [
-        replace(one, summary={**one.summary, "loss_layer_ms": {"forward": ms, "backward": 0.0}})
-        for one, ms in zip(runs[:4], [*layers["compiled"], *layers["cce_kahan"]], strict=True)
-    ]
-    assert crossover_lines(timed) == [
-        "* gla x cce_kahan: step faster than compiled's above about 64,000 (n = 1: inconclusive); "
-        "loss layer faster than compiled's from 32,000 to 128,000 (n = 1: inconclusive)",
-    ]
-    assert crossover_lines(runs[:1]) == []
 
 
 def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled() -> None:

@@ -1,7 +1,7 @@
 """Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -71,23 +71,16 @@ def family(runs: Sequence[Run], along: str) -> list[Run]:
     A model with only one value of `along` has none.
     """
     follow = {along, "steps", "horizon", "n_parameters", "activation_checkpointing", "data_fingerprint"}
-    if along == "seq_len":
-        follow.add("batch_size")  # steps have equal tokens
+    follow |= {"batch_size"} if along == "seq_len" else set()  # steps have equal tokens
+    families: dict[str, dict[tuple[Any, ...], list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        families[run.summary["model"]][run.values(key for key in SETTING if key not in follow)].append(run)
 
-    def family(run: Run) -> tuple[Any, ...]:
-        return run.values(key for key in SETTING if key not in follow)
+    def spread(own: Sequence[Run]) -> int:
+        return len({run.summary.get(along) for run in own})
 
-    kept: list[Run] = []
-    for model in dict.fromkeys(run.summary["model"] for run in runs):
-        own = [run for run in runs if run.summary["model"] == model]
-        values: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
-        for run in own:
-            values[family(run)].add(run.summary.get(along))
-        largest = max(values, key=lambda one: len(values[one]))
-        if len(values[largest]) < 2:
-            continue
-        kept += [run for run in own if family(run) == largest]
-    return kept
+    largest = [max(of_model.values(), key=spread) for of_model in families.values()]
+    return [run for own in largest if spread(own) > 1 for run in own]
 
 
 def one_course(runs: Sequence[Run]) -> list[Run]:
@@ -362,125 +355,88 @@ AXES = {
     "seq_len": ("tokens per sequence", "What do longer sequences cost?"),
     "vocab_size": ("vocabulary size", "What does a larger vocabulary cost?"),
 }
-CROWDED = 0.12  # two ticks that are nearer than this part of a logarithmic axis would overlap
 
 
 def pareto(runs: Sequence[Run]) -> Any:
     """Tokens/s against peak memory, one panel per model. Up and to the left is better."""
-    return panels(
-        runs,
-        x=lambda s: s["peak_memory_bytes"] / GIB,
-        x_label="peak memory, GiB",
-        title="Speed against memory (better: up and left)",
-    )
+    own = [(run, name, run.summary["peak_memory_bytes"] / GIB) for run, name in named(measured(runs))]
+    figure, drawn = _speeds(own, "peak memory, GiB", "Speed against memory (better: up and left)")
+    for axes in drawn:
+        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
+        axes.ticklabel_format(axis="x", useOffset=False)
+    return figure
 
 
 def scaling(runs: Sequence[Run], along: str) -> Any:
-    """Tokens/s against `along`, a key of AXES, one panel per model. Runs without a value of it are left out."""
-    x_label, title = AXES[along]
-    return panels(
-        [run for run in runs if run.summary.get(along)],
-        x=lambda s: s[along],
-        x_label=x_label,
-        title=title,
-        along=along,
-    )
+    """Tokens/s against `along`, a key of AXES, one panel per model. Runs without a value of it are left out.
+
+    A line joins the settings that differ only in that key. If a model has several such families of settings, its
+    largest is drawn. A loss with one value of that key has no line, and is left out.
+    """
+    own = named(family(measured([run for run in runs if run.summary.get(along)]), along))
+    values: dict[tuple[object, str], set[Any]] = defaultdict(set)
+    for run, name in own:
+        values[_panel(run), name].add(run.summary[along])
+    joined = [(run, name, run.summary[along]) for run, name in own if len(values[_panel(run), name]) > 1]
+    figure, drawn = _speeds(joined, *AXES[along])
+    ticks = sorted({x for *_, x in joined})
+    for axes in drawn:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.minorticks_off()
+    return figure
 
 
-def panels(
-    runs: Sequence[Run],
-    *,
-    x: Callable[[dict[str, Any]], float],
-    x_label: str,
-    title: str,
-    y: Callable[[Run], float] | None = None,
-    y_label: str = "thousand tokens/s",
-    along: str | None = None,
-    level: float | None = None,
-) -> Any:
-    """One panel per model and kind of checkpointing, one colour per loss.
+def _speeds(own: Sequence[tuple[Run, str, float]], x_label: str, title: str) -> tuple[Any, list[Any]]:
+    """Tokens/s of (run, loss, x): one panel per model and kind of checkpointing. Returns the figure and its axes.
 
     A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
-    loss's points. With `along`, these points are settings that differ only in that key. If a model has several such
-    families of settings, its largest is drawn. A loss with one value of that key has no line, and is left out.
-
-    Tokens/s start at zero, so that chance differences look as small as they are.
+    loss's points. Tokens/s start at zero, so that chance differences look as small as they are.
     """
-    value = y or (lambda run: run.summary["tokens_per_second"] / 1e3)
-    own = named(measured(runs)) if along is None else _lines(named(family(measured(runs), along)), x)
-    panels = list(dict.fromkeys(_panel(run) for run, _ in own))
+    panels = list(dict.fromkeys(_panel(run) for run, *_ in own))
     columns = min(max(len(panels), 1), 2)
     rows = max(-(-len(panels) // columns), 1)
     size = (min(1.6 + 4.2 * columns, WIDTH), 1.3 + 3.1 * rows)
     figure, grid = subplots(rows, columns, figsize=size, squeeze=False)
+    drawn = list(grid.flat[: len(panels)])
     for spare in grid.flat[len(panels) :]:
         spare.set_axis_off()
-    found = looks(name for _, name in own)
-    lines: dict[str, Any] = {}
-    several = False
-    for axes, panel in zip(grid.flat, panels, strict=False):
+    found, lines, several = looks(name for _, name, _ in own), dict[str, Any](), False
+    for axes, panel in zip(drawn, panels, strict=True):
+        runs = [run for run, *_ in own if _panel(run) == panel]
         points: dict[str, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        for run, name in own:
+        for run, name, x in own:
             if _panel(run) == panel:
-                points[name][x(run.summary) if along else run.setting].append((x(run.summary), value(run)))
+                points[name][run.setting].append((x, run.summary["tokens_per_second"] / 1e3))
         for name, by_setting in points.items():
             lines[in_words(name)] = _draw(axes, list(by_setting.values()), found[name])
             several |= any(len(seeds) > 1 for seeds in by_setting.values())
-        if level is not None:
-            axes.axhline(level, color=GREY, linewidth=0.8, zorder=1)
-        _ticks(axes, sorted({x(run.summary) for run, _ in own}) if along else ())
-        if y is not None:
-            axes.ticklabel_format(axis="y", useOffset=False)
-        axes.set_title(_heading(panel, [run for run, _ in own if _panel(run) == panel]))
+        checkpointing = "" if panel[1] == "none" else f", {panel[1]} checkpointing"
+        axes.set_title(f"{heading(runs)}{checkpointing}")
         axes.set_xlabel(x_label)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # after all points are drawn
+        axes.yaxis.set_major_formatter("{x:,.10g}")  # a tick at 2.5 is not 2
     for row in grid:
-        row[0].set_ylabel(f"{y_label}\n({clock_of(runs)})" if "tokens/s" in y_label else y_label)
-    if y is None:  # after all points are drawn
-        for axes in grid.flat[: len(panels)]:
-            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-            axes.yaxis.set_major_formatter("{x:,.10g}")  # a tick at 2.5 is not 2
+        row[0].set_ylabel(f"thousand tokens/s\n({clock_of([run for run, *_ in own])})")
     figure.suptitle(title)
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds." if several else "")
-    return figure
+    return figure, drawn
 
 
-def _lines(own: Sequence[tuple[Run, str]], x: Callable[[dict[str, Any]], float]) -> list[tuple[Run, str]]:
-    """The runs of losses that have several values of `x` in their panel."""
-    values: dict[tuple[tuple[str, str], str], set[float]] = defaultdict(set)
-    for run, name in own:
-        values[_panel(run), name].add(x(run.summary))
-    return [(run, name) for run, name in own if len(values[_panel(run), name]) > 1]
-
-
-def _ticks(axes: Any, values: Sequence[float]) -> None:
-    """Set the horizontal axis: logarithmic with ticks at `values`, or linear from zero without any."""
-    if values:
-        axes.set_xscale("log", base=2)
-        ticks = _apart(values)
-        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-        axes.minorticks_off()
-    else:
-        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
-        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
-        axes.ticklabel_format(axis="x", useOffset=False)
-
-
-def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Any) -> Any:
+def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Look) -> Any:
     """Draw a loss's points (medians over a setting's seeds), their line and intervals, and pale single seeds."""
-    middles, low, high = [], [], []
+    points = []  # x, y, how far the interval reaches down and up
     for seeds in settings:
-        found = estimate([b for _, b in seeds], ratios=False)
-        middles.append((median(a for a, _ in seeds), found.value))
-        low.append(found.value if found.low is None else min(found.low, found.value))
-        high.append(found.value if found.high is None else max(found.high, found.value))
+        found = estimate([y for _, y in seeds], ratios=False)
+        y, low, high = found.value, found.low, found.high
+        down, up = (0.0 if low is None else max(y - low, 0.0)), (0.0 if high is None else max(high - y, 0.0))
+        points.append((median(x for x, _ in seeds), y, down, up))
         if len(seeds) > 1:
             pale = {**look.point, "markersize": 4, "alpha": 0.4, "markeredgewidth": 0}
             axes.plot(*zip(*seeds, strict=True), **pale)
-    order = sorted(range(len(middles)), key=lambda i: middles[i])
-    xs, ys = zip(*(middles[i] for i in order), strict=True)
-    low, high = ([bounds[i] for i in order] for bounds in (low, high))
-    if any(a < b for a, b in zip(low, high, strict=True)):
-        reach = [[y - a for y, a in zip(ys, low, strict=True)], [b - y for y, b in zip(ys, high, strict=True)]]
+    xs, ys, *reach = zip(*sorted(points), strict=True)
+    if any(map(any, reach)):
         axes.errorbar(xs, ys, reach, fmt="none", ecolor=look.colour, elinewidth=1.1, capsize=2.5, alpha=0.8)
     [line] = axes.plot(xs, ys, **look.line, linewidth=1.2, alpha=0.9)
     return line
@@ -488,19 +444,3 @@ def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: An
 
 def _panel(run: Run) -> tuple[str, str]:
     return run.summary["model"], run.summary["activation_checkpointing"]
-
-
-def _heading(panel: tuple[str, str], runs: Sequence[Run]) -> str:
-    """A panel's model, with its size if all runs share one, and its checkpointing."""
-    words = heading(runs)
-    return words if panel[1] == "none" else f"{words}, {panel[1]} checkpointing"
-
-
-def _apart(values: Sequence[float]) -> list[float]:
-    """Of rising values, those that leave enough room between ticks. The smaller of two that would overlap is kept."""
-    ticks: list[float] = []
-    apart = (values[-1] / values[0]) ** CROWDED
-    for value in values:
-        if not ticks or value > apart * ticks[-1]:
-            ticks.append(value)
-    return ticks

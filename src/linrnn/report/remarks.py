@@ -23,10 +23,6 @@ ON_CONTROL = (
     "last place in every step. Its difference from `compiled` is rounding noise. A loss that differs no more shows no "
     "difference of its own."
 )
-ON_DROPPED = (
-    "`cce_filter` drops small entries in these runs (`loss.filter_unbiased=false`), so its gradients are biased. By "
-    "default it estimates these entries from a sample."
-)
 FREE_LOSS = "The last column is the most that a faster loss could give: a step as fast as if the loss took no time."
 ABBREVIATIONS = (
     "n: pairs of runs behind a value. B: micro-batch size, in sequences. T: tokens of a sequence. V: vocabulary size.",
@@ -162,16 +158,6 @@ def _on_gpus(runs: Sequence[Run]) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------- the targets
-def on_rules(runs: Sequence[Run], found: Sequence[Verdict]) -> list[str]:
+def on_rules(found: Sequence[Verdict]) -> list[str]:
     """How results are reached."""
-    lines = [RULES]
-    if any(verdict.backend == CONTROL for verdict in found):
-        lines.append(ON_CONTROL)
-    unbiased = [options["filter_unbiased"] for run in runs if "filter_unbiased" in (options := _options(run))]
-    if unbiased and not any(unbiased):  # where some are, the losses' names tell them apart
-        lines.append(ON_DROPPED)
-    return lines
-
-
-def _options(run: Run) -> dict[str, Any]:
-    return run.summary.get("loss_options") or {}
+    return [RULES, ON_CONTROL] if any(verdict.backend == CONTROL for verdict in found) else [RULES]

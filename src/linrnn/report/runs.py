@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -52,22 +53,22 @@ class Run:
     Attributes:
         summary: summary.json.
         environment: software, hardware and commit; empty for a run that could not start.
-        losses: (step, nats per token) of every logged step.
-        times: (step, milliseconds) of every logged step, by the names of TIMES.
-        statistics: (step, value) of the loss's own statistics, such as a filter's `dropped_mass_mean`, by name.
-        validations: (step, perplexity) of every validation.
+        curves: (step, value) of every logged step: LOSS, nats per token; TIMES; VALIDATION, perplexities; and the
+            loss's own statistics, whose names begin with STATISTIC.
         mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
         origin: a letter that tells its origin from others; empty where origins are not told apart.
     """
 
     summary: dict[str, Any]
     environment: dict[str, Any]
-    losses: Curve = field(default_factory=list)
-    statistics: dict[str, Curve] = field(default_factory=dict)
-    validations: Curve = field(default_factory=list)
+    curves: dict[str, Curve] = field(default_factory=dict)
     mixture: tuple[str, ...] = ()
-    times: dict[str, Curve] = field(default_factory=dict)
     origin: str = ""
+
+    @property
+    def losses(self) -> Curve:
+        """Nats per token of every logged step."""
+        return self.curves.get(LOSS, [])
 
     @property
     def name(self) -> str:
@@ -106,9 +107,8 @@ class Run:
     @property
     def execution(self) -> str:
         """How its blocks are executed, where that is not as usual: `compile=blocks, float8=blocks`, say."""
-        told = dict(word.split("=", 1) for word in self.summary["training"].split() if "=" in word)
-        chosen = {key: told.get(f"trainer.{key}", "none") for key in ("compile", "float8")}
-        return ", ".join(f"{key}={value}" for key, value in chosen.items() if value != "none")
+        told = [word.removeprefix("trainer.") for word in self.summary["training"].split()]
+        return ", ".join(word for word in told if word.startswith(("compile=", "float8=")) and word[-5:] != "=none")
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -132,36 +132,14 @@ def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------------- origins
-@dataclass(frozen=True)
-class Origin:
-    """Runs that the same code made on the same kind of device.
-
-    Attributes:
-        letter: A for the origin of the first run.
-        differs: the keys in which it differs from that of the first run; empty for A.
-    """
-
-    letter: str
-    runs: tuple[Run, ...]
-    differs: tuple[str, ...]
-
-    def __str__(self) -> str:
-        names = [run.name for run in self.runs]
-        told = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        return f"{self.letter} (commit {commit_in_words(self.runs[0].environment.get('git'), digits=9)}): {told}"
-
-
-def origins_of(runs: Sequence[Run]) -> list[Origin]:
-    """The origins of runs that started and are no mixture, in the order of their first runs."""
+def origins_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs that started and are no mixture, by the code and the device that made them."""
     found: list[list[Run]] = []
     for run in runs:
         if run.environment and not run.mixture:
             same = next((own for own in found if not differing([own[0].environment, run.environment])), None)
             found.append([run]) if same is None else same.append(run)
-    return [
-        Origin(chr(ord("A") + i), tuple(own), tuple(differing([found[0][0].environment, own[0].environment])))
-        for i, own in enumerate(found)
-    ]
+    return found
 
 
 def origin_warning(runs: Sequence[Run]) -> str:
@@ -169,42 +147,33 @@ def origin_warning(runs: Sequence[Run]) -> str:
     origins = origins_of(runs)
     if len(origins) < 2:
         return ""
-    keys = dict.fromkeys(key for origin in origins for key in origin.differs)
-    told = "; ".join(map(str, origins))
+    told = []
+    for letter, own in zip(ascii_uppercase, origins, strict=False):
+        names = ", ".join(run.name for run in own[:NAMED]) + (f" and {len(own) - NAMED} more" if own[NAMED:] else "")
+        told.append(f"{letter} (commit {commit_in_words(own[0].environment.get('git'), digits=9)}): {names}")
+    keys = differing(own[0].environment for own in origins)
     how = "" if any(run.origin for run in runs) else ". origins=apart compares each with itself alone"
-    return f"the runs differ in {', '.join(keys)}. {told}{how}"
+    return f"the runs differ in {', '.join(keys)}. {'; '.join(told)}{how}"
 
 
 def apart(runs: Sequence[Run]) -> list[Run]:
     """The runs with the letters of their origins. Runs of two origins are then of two settings."""
-    letters = {run.name: origin.letter for origin in origins_of(runs) for run in origin.runs}
+    letters = {run.name: letter for letter, own in zip(ascii_uppercase, origins_of(runs), strict=False) for run in own}
     return [dataclasses.replace(run, origin=letters.get(run.name, "")) for run in runs]
 
 
 # --------------------------------------------------------------------------------------------------- reading, writing
-@dataclass(frozen=True)
-class Group:
-    """The runs of a group, and where they were read.
-
-    Attributes:
-        committed: whether they come from a report's rows and not from the runs themselves.
-    """
-
-    runs: list[Run]
-    directory: Path
-    committed: bool
-
-
-def find_group(results: Path, name: str) -> Group:
-    """The runs of a group that was run here, or else the rows of its report.
+def find_group(results: Path, name: str) -> tuple[list[Run], Path, bool]:
+    """The runs of a group that was run here, or else the rows of its report; their directory; whether they are rows.
 
     Raises:
         DataError: there is neither. The error names the existing groups.
     """
-    if any((results / name).glob(f"*/{SUMMARY}")):
-        return Group(read_runs(results / name), results / name, committed=False)
-    if (directory := results / REPORTS / name).joinpath(COMMITTED).exists():
-        return Group(read_committed(directory), directory, committed=True)
+    directory, report = results / name, results / REPORTS / name
+    if any(directory.glob(f"*/{SUMMARY}")):
+        return read_runs(directory), directory, False
+    if (report / COMMITTED).exists():
+        return read_committed(report), report, True
     here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
     reports = sorted(path.parent.name for path in results.glob(f"{REPORTS}/*/{COMMITTED}"))
     raise DataError(
@@ -249,7 +218,7 @@ def read_committed(directory: Path) -> list[Run]:
         name = summary["run_name"]
         environment = read_origin(others.get(name, content["environment"])).environment
         curves = {key: _read_columns(one) for key, one in content["steps"].get(name, {}).items()}
-        runs.append(_run(summary, environment, tuple(mixtures.get(name, ())), curves))
+        runs.append(Run(summary, environment, curves, tuple(mixtures.get(name, ()))))
     return runs
 
 
@@ -271,34 +240,17 @@ def write_committed(runs: Sequence[Run], directory: Path) -> Path:
         **({"mixtures": mixtures} if mixtures else {}),
         "runs": [run.summary for run in runs],
     }
-    steps = {run.name: {name: _columns(name, curve) for name, curve in _curves(run).items()} for run in runs}
-    steps = {name: columns for name, columns in steps.items() if columns}
+    steps = {
+        run.name: {
+            key: _columns(key, curve) for key, curve in run.curves.items() if not (run.gpu_shared and key in TIMES)
+        }
+        for run in runs
+        if run.losses
+    }
     text = f'{json.dumps(content, indent=1)[:-2]},\n "steps": {json.dumps(steps, separators=(",", ":"))}\n}}\n'
     path = directory / COMMITTED
     write_bytes(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
     return path
-
-
-def _curves(run: Run) -> dict[str, Curve]:
-    """The curves of a run, by their names in the rows. :func:`_run` is the inverse."""
-    times = {} if run.gpu_shared else run.times
-    statistics = {f"{STATISTIC}{name}": curve for name, curve in run.statistics.items()}
-    curves = {LOSS: run.losses, **times, **statistics, VALIDATION: run.validations}
-    return {name: curve for name, curve in curves.items() if curve} if run.losses else {}
-
-
-def _run(
-    summary: dict[str, Any], environment: dict[str, Any], mixture: tuple[str, ...], curves: Mapping[str, Curve]
-) -> Run:
-    return Run(
-        summary,
-        environment,
-        curves.get(LOSS, []),
-        {name.removeprefix(STATISTIC): curve for name, curve in curves.items() if name.startswith(STATISTIC)},
-        curves.get(VALIDATION, []),
-        mixture,
-        {name: curve for name, curve in curves.items() if name in TIMES},
-    )
 
 
 def _columns(name: str, curve: Curve) -> dict[str, Any]:
@@ -351,12 +303,6 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return names
 
 
-def loss_time_share(run: Run) -> float | None:
-    """The output layer's share of a step's time; None if it was not measured."""
-    times, step = run.summary.get("loss_layer_ms"), run.summary.get("step_time_ms_median")
-    return sum(times.values()) / step if times and step else None
-
-
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
@@ -367,4 +313,4 @@ def _read(directory: Path) -> Run:
         for name, value in record.items():
             if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
                 curves.setdefault(kept.get(name, name), []).append((record["step"], value))
-    return _run(read_object(directory / SUMMARY, FIGURES, AGAIN), origin.environment, origin.mixture, curves)
+    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), origin.environment, curves, origin.mixture)

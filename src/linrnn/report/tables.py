@@ -8,7 +8,7 @@ from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.report.curves import mean_of_last
 from linrnn.report.plots import clock_of, varies
-from linrnn.report.runs import Run, backend_names
+from linrnn.report.runs import STATISTIC, Run, backend_names
 from linrnn.report.targets import INCONCLUSIVE, NOT_MEASURED, NOT_REACHED, REACHED, Verdict
 from linrnn.report.verdicts import CONTROL, baseline_of, free_loss_speed_up
 from linrnn.runs.figures import on_cpu
@@ -168,9 +168,9 @@ def of_filters(runs: Sequence[Run]) -> Table | None:
     """What filters kept and dropped: means over the last steps of each run."""
     rows = []
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
-        if run.statistics:
-            last = {key: mean_of_last(curve) for key, curve in run.statistics.items()}
-            cells = [show(last.get(key), form) for key, form in FILTER_COLUMNS.values()]
+        statistics = {key: mean_of_last(curve) for key, curve in run.curves.items() if key.startswith(STATISTIC)}
+        if statistics:
+            cells = [show(statistics.get(f"{STATISTIC}{key}"), form) for key, form in FILTER_COLUMNS.values()]
             rows.append((run.summary["model"], name, run.summary["seed"], *cells))
     return Table(("model", "loss", "seed", *FILTER_COLUMNS), rows, words=("model", "loss")) if rows else None
 

@@ -78,8 +78,7 @@ def make_report(config: ReportConfig) -> list[Path]:
         )
     results = Path(config.results_dir)
     if config.group:
-        group = find_group(results, config.group)
-        title, directory, runs, committed = config.group, group.directory, group.runs, group.committed
+        title, (runs, directory, committed) = config.group, find_group(results, config.group)
     else:
         directory = Path(str(config.summary))
         title, runs, committed = directory.resolve().name, read_committed(directory), True
@@ -168,7 +167,7 @@ def sections(
     if judged:
         made.append(folded(f"Targets: {_counted(judged)}", tables.of_verdicts(judged)))
         made.append(folded("Targets: what is not measured", tables.not_measured(judged)))
-        made.append(folded("How targets are judged", *remarks.on_rules(runs, judged)))
+        made.append(folded("How targets are judged", *remarks.on_rules(judged)))
     made.append(folded("Compared with the baseline", tables.of_verdicts(compared)))
     made.append(folded("What is not compared", tables.not_measured(compared)))
     made.append(folded("Runs", tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))))
