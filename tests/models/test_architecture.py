@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from linrnn.config import load_config
 from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
-from linrnn.models.architecture import MODELS, Architecture, parameter_table, resolve
+from linrnn.models.architecture import MODELS, Architecture, resolve
 
 SIZES = ("smoke", "mve", "350m", "1b3")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "develop" / "sizes.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
@@ -104,20 +105,9 @@ def test_impossible_dimensions_are_refused_with_a_remedy(model: str, size: SizeC
     assert error.value.remedy
 
 
-def test_the_table_has_every_model_at_every_size_and_marks_the_size_s_own_choice() -> None:
-    models = [load(model, "smoke")[0] for model in MODELS]
-    sizes = [load("gla", size)[1] for size in SIZES]
-    rows = parameter_table(models, sizes, 512).splitlines()
-    assert len(rows) == 2 + len(MODELS) * len(SIZES)
-    assert len({row.count("|") for row in rows}) == 1
-    assert "| mve | gla | 2 | 256 | 4 | 64 | 128 |" in rows[6]
-    assert "**10.29 M** | 18.48 M |" in rows[6]
-
-
-def test_the_page_of_sizes_holds_the_table_that_the_command_prints() -> None:
-    from linrnn.config import load_config
-
-    models = [load(model, "smoke")[0] for model in MODELS]
-    sizes = [load("gla", size)[1] for size in SIZES]
-    table = parameter_table(models, sizes, load_config([]).data.vocab_size)
-    assert PAGE.read_text(encoding="utf-8").split("<!-- sizes -->")[1].strip() == table
+def test_the_page_of_sizes_holds_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "scripts" / "maintain" / "parameter_table.py"))["main"]()
+    printed = capsys.readouterr().out.split("\n\n")
+    page = (ROOT / "docs" / "develop" / "sizes.md").read_text(encoding="utf-8")
+    kept = [page.split(f"<!-- {marker} -->")[1] for marker in ("sizes", "shared projections")]
+    assert [table.strip() for table in kept] == [table.strip() for table in printed]

@@ -21,7 +21,7 @@ from linrnn.inference.export import export
 from linrnn.inference.generate import samples
 from linrnn.inference.load import load_trained
 from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
-from linrnn.models.architecture import Architecture, resolve, shared_projection_table
+from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import fla_model
 from linrnn.training.trainer import Trainer
 
@@ -29,7 +29,6 @@ Small = Callable[..., list[str]]
 MODELS = SHARING
 CPU = torch.device("cpu")
 RANK = 32
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "develop" / "sizes.md"
 
 
 def configured(model: str, rank: int | None = RANK, *more: str) -> Config:
@@ -231,11 +230,6 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> No
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     ids = tokens(1, 20)
     assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
-
-
-def test_the_page_of_sizes_holds_the_table_that_the_command_prints() -> None:
-    table = shared_projection_table([load_config([f"size={name}"]).size for name in ("350m", "1b3")])
-    assert PAGE.read_text(encoding="utf-8").split("<!-- shared projections -->")[1].strip() == table
 
 
 # --------------------------------------------------------------------------------------------------- as a run

@@ -1,4 +1,4 @@
-"""Dimensions of a model, and its parameters counted from formulas. Nothing is built here.
+"""Dimensions of a model at a size. Only a model of `model=fla` is built for them, without weights.
 
 All four architectures of a size have the same depth, width and norms. A layer has about `layer_parameters_per_d2 ·
 hidden_size²` parameters. The mixer takes what its heads need; the SwiGLU MLP gets the rest. Its width is rounded to the
@@ -6,17 +6,15 @@ nearest multiple of d / 16 (in steps of 8, at least 8), which is 3/16 d² parame
 the four are therefore within 1.6 % of each other.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
-from linrnn.config.schema import SHARING, FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
+from linrnn.config.schema import FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
-from linrnn.core.tables import Table
 from linrnn.models.facts import Architecture, bare_architecture, matched, matched_models
 from linrnn.models.fla_any import resolve_fla
 
-__all__ = ["MODELS", "Architecture", "parameter_table", "resolve", "shared_projection_table"]
+__all__ = ["MODELS", "Architecture", "resolve"]
 
 MODELS = matched_models()
 RANK_MULTIPLE = 8  # of `model.shared_projection_rank`: tensor cores take bf16 matrices of such sizes
@@ -69,57 +67,3 @@ def _rank(model: ModelConfig, size: SizeConfig) -> int | None:
             f"use {size.hidden_size // 4} or another multiple of {RANK_MULTIPLE} below {size.hidden_size}, or null",
         )
     return rank
-
-
-def parameter_table(models: Iterable[ModelConfig], sizes: Iterable[SizeConfig], default_vocab_size: int) -> str:
-    """The table of sizes in docs/develop/sizes.md: Markdown, one row per size and model.
-
-    Args:
-        default_vocab_size: the vocabulary of sizes that take theirs from the data.
-    """
-    columns = (
-        *("size", "model", "layers", "width", "heads", "key dim", "value dim", "MLP width", "body", "vocabulary"),
-        *("tied", "untied"),
-    )
-    models, rows = list(models), []
-    for size in sizes:
-        for model in models:
-            arch = resolve(model, size, size.vocab_size or default_vocab_size)
-            tied = arch.body_parameters + arch.embedding_parameters
-            untied = tied + arch.embedding_parameters
-            totals = [f"**{_millions(n)}**" if n == arch.n_parameters else _millions(n) for n in (tied, untied)]
-            row = (
-                arch.size,
-                arch.model,
-                arch.num_layers,
-                arch.hidden_size,
-                arch.num_heads,
-                arch.head_k_dim,
-                arch.head_v_dim,
-                arch.intermediate_size,
-                _millions(arch.body_parameters),
-                f"{arch.vocab_size:,}",
-                *totals,
-            )
-            rows.append(row)
-    return "\n".join(Table(columns, rows, words=("size", "model")).markdown())
-
-
-def shared_projection_table(sizes: Iterable[SizeConfig]) -> str:
-    """The second table of docs/develop/sizes.md: the parameters of a layer with and without shared projections."""
-    columns = ("size", "model", "rank", "mixer", "MLP", "layer", "MLP width")
-    rows = []
-    for size in sizes:
-        d = size.hidden_size
-        for name in SHARING:
-            for rank in (None, d // 2, d // 4):
-                model = ProjectedModelConfig(name, chunk_size=None, shared_projection_rank=rank)
-                arch = resolve(model, size, size.vocab_size or d)  # a layer does not depend on the vocabulary
-                parts = arch.mixer_parameters, arch.mlp_parameters
-                figures = map(_millions, (*parts, sum(parts)))
-                rows.append((size.name, name, rank or "none", *figures, arch.intermediate_size))
-    return "\n".join(Table(columns, rows, words=("size", "model")).markdown())
-
-
-def _millions(n: int) -> str:
-    return f"{n / 1e6:,.2f} M" if n < 1e8 else f"{n / 1e6:,.0f} M"
