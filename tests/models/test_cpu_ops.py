@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from linrnn.core.errors import UnsupportedError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import MODELS
-from linrnn.models.cpu_ops import chunked, layers, mixers
+from linrnn.models.cpu_ops import layers, mixers
 from linrnn.models.facts import facts_of
 
 HEADS, KEYS, VALUES = 2, 8, 12
@@ -51,7 +51,7 @@ def inputs(rule: str, n_tokens: int, decay: float, batch: int = 2) -> list[Tenso
     return [q, k, v, g] if rule == "gla" else [q, k, v, g, torch.sigmoid(normal())]
 
 
-CHUNKED = {"gla": chunked.gla, "gated_deltanet": chunked.delta_rule, "kda": chunked.delta_rule}
+CHUNKED = {"gla": mixers.chunk_gla, "gated_deltanet": mixers.gated_delta_rule, "kda": mixers.gated_delta_rule}
 STEP_BY_STEP = {
     "gla": gla_step_by_step,
     "gated_deltanet": delta_rule_step_by_step,
@@ -61,7 +61,7 @@ STEP_BY_STEP = {
 
 def output_and_gradients(function, tensors: list[Tensor], dtype: torch.dtype, **options) -> list[Tensor]:
     leaves = [x.to(dtype).requires_grad_() for x in tensors]
-    output = function(*leaves, 0.3, **options)
+    output = function(*leaves, scale=0.3, **options)
     output = output[0] if isinstance(output, tuple) else output
     weights = torch.linspace(-1, 1, output.numel(), dtype=dtype).view_as(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
@@ -82,7 +82,7 @@ def test_chunked_form_equals_the_recurrence_forward_and_backward(rule: str, n_to
     baseline = output_and_gradients(STEP_BY_STEP[rule], tensors, torch.float32)
     ours = output_and_gradients(CHUNKED[rule], tensors, torch.float32)
     exact = output_and_gradients(CHUNKED[rule], tensors, torch.float64)
-    largest_sum = float(max(x.abs().sum(1).max() for x in tensors[3].detach().split(chunked.CHUNK_SIZE, 1)))
+    largest_sum = float(max(x.abs().sum(1).max() for x in tensors[3].detach().split(mixers.CHUNK_SIZE, 1)))
     rounding = torch.finfo(torch.float32).eps * max(largest_sum, 8)
     for x, x64, base, true in zip(ours, exact, baseline, truth, strict=True):
         assert x.isfinite().all()
@@ -105,9 +105,9 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) ->
     tensors = inputs(rule, bounds[-1], 0.3, batch=1)
     packed = output_and_gradients(CHUNKED[rule], tensors, torch.float64, cu_seqlens=torch.tensor(bounds))
 
-    def separately(*leaves: Tensor) -> Tensor:
+    def separately(*leaves: Tensor, scale: float) -> Tensor:
         documents = itertools.pairwise(bounds)
-        return torch.cat([CHUNKED[rule](*(x[:, a:b] for x in leaves[:-1]), leaves[-1])[0] for a, b in documents], 1)
+        return torch.cat([CHUNKED[rule](*(x[:, a:b] for x in leaves), scale=scale)[0] for a, b in documents], 1)
 
     for x, y in zip(packed, output_and_gradients(separately, tensors, torch.float64), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
@@ -115,10 +115,10 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) ->
 
 @pytest.mark.parametrize("rule", CHUNKED)
 def test_state_carries_a_sequence_on(rule: str) -> None:
-    tensors = inputs(rule, 90, 0.3)
-    whole, last = CHUNKED[rule](*tensors, 0.3)
-    first, state = CHUNKED[rule](*(x[:, :33] for x in tensors), 0.3)
-    second, state = CHUNKED[rule](*(x[:, 33:] for x in tensors), 0.3, state=state)
+    tensors, options = inputs(rule, 90, 0.3), {"scale": 0.3, "output_final_state": True}
+    whole, last = CHUNKED[rule](*tensors, **options)
+    first, state = CHUNKED[rule](*(x[:, :33] for x in tensors), **options)
+    second, state = CHUNKED[rule](*(x[:, 33:] for x in tensors), initial_state=state, **options)
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(state, last, rtol=1e-10, atol=1e-12)
 

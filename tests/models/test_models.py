@@ -307,7 +307,7 @@ CHUNKED = {name: facts.chunks for name, facts in FACTS.items() if facts.chunks}
 def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     model: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.models.cpu_ops.chunked import ChunkGrid
+    from linrnn.models.cpu_ops.mixers import ChunkGrid
 
     seen = []
     plan = ChunkGrid.plan

@@ -1,15 +1,120 @@
-"""FLA's recurrent kernels in plain torch, with the signatures that FLA's layers call (see `chunked`).
+"""FLA's recurrent kernels in plain torch, chunked, with the signatures that FLA's layers call. Autograd differentiates.
 
-Shapes: q, k (B, T, H, K); v (B, T, H, V); states (N, H, K, V), or (N, H, V, K) with `state_v_first`. `chunk_size`
-changes only the speed. In a packed row (`cu_seqlens`) every document starts from an empty state.
+Per head, with a state S (K × V) and log-decays g ≤ 0 (a vector over K, or one number for Gated DeltaNet):
+
+    GLA          S_t = diag(exp g_t) S_{t−1} + k_t v_tᵀ
+    delta rules  S_t = diag(exp g_t) S_{t−1} + β_t k_t (v_t − S̃ᵀ k_t)ᵀ     with S̃ = diag(exp g_t) S_{t−1}
+    output       o_t = scale · S_tᵀ q_t
+
+Inside a chunk of C tokens the recurrence is a masked product. A Python loop over the T / C chunks carries the state.
+Decays enter as exp(b_i − b_j) with i ≥ j and b the running sum of g. All such factors are at most 1, so nothing
+overflows, however strong the gate.
+
+Sources: GLA, arXiv:2312.06635, section 4; the WY form of the delta rule, arXiv:2406.06484, section 3, with decay as in
+arXiv:2412.06464 and arXiv:2510.26692.
+
+Shapes: q, k (B, T, H, K); v (B, T, H, V); g (B, T, H, K) or (B, T, H, 1); beta (B, T, H); states (N, H, K, V) for N
+sequences, or (N, H, V, K) with `state_v_first`. In a packed row (`cu_seqlens`) every document starts from an empty
+state. `chunk_size` changes only the speed. Work is done in fp32 (fp64 for fp64 inputs); results have v's dtype.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.cpu_ops import chunked
+
+CHUNK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ChunkGrid:
+    """Places T tokens on a grid of chunks, so that no chunk holds tokens of two documents.
+
+    Attributes:
+        chunk_size: tokens in a chunk, a power of two.
+        n_chunks: chunks in each row.
+        n_tokens: T.
+        slots_T: the grid position of each token of a packed row. None: a row is one document and fills the grid in
+            order.
+        document_starts: the chunks of a packed row that begin with an empty state.
+    """
+
+    chunk_size: int
+    n_chunks: int
+    n_tokens: int
+    slots_T: Tensor | None = None
+    document_starts: frozenset[int] = frozenset()
+
+    @classmethod
+    def plan(cls, n_tokens: int, cu_seqlens: Tensor | None, chunk_size: int | None) -> "ChunkGrid":
+        """The grid for T tokens, or for one row of documents bounded by `cu_seqlens` (n_documents + 1,)."""
+        size = chunk_size or min(CHUNK_SIZE, 1 << (n_tokens - 1).bit_length())
+        if cu_seqlens is None:
+            return cls(size, -(-n_tokens // size), n_tokens)
+        starts_D, lengths_D = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
+        chunks_D = (lengths_D + size - 1) // size
+        first_chunk_D = chunks_D.cumsum(0) - chunks_D
+        shift_T = torch.repeat_interleave(first_chunk_D * size - starts_D, lengths_D)
+        slots_T = torch.arange(n_tokens, device=shift_T.device) + shift_T
+        return cls(size, int(chunks_D.sum()), n_tokens, slots_T, frozenset(first_chunk_D.tolist()))
+
+    def split(self, x_BTHD: Tensor) -> Tensor:
+        """(B, T, H, D) to (B, H, n_chunks, chunk_size, D), with zeros in slots without a token."""
+        total = self.n_chunks * self.chunk_size
+        if self.slots_T is not None:
+            padded = x_BTHD.new_zeros(x_BTHD.shape[0], total, *x_BTHD.shape[2:])
+            x_BTHD = padded.index_copy(1, self.slots_T, x_BTHD)
+        elif total > self.n_tokens:
+            x_BTHD = F.pad(x_BTHD, (0, 0, 0, 0, 0, total - self.n_tokens))
+        return x_BTHD.unflatten(1, (self.n_chunks, self.chunk_size)).permute(0, 3, 1, 2, 4).contiguous()
+
+    def join(self, x_BHNCD: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        x_BTHD = x_BHNCD.permute(0, 2, 3, 1, 4).flatten(1, 2)
+        return x_BTHD[:, : self.n_tokens] if self.slots_T is None else x_BTHD[:, self.slots_T]
+
+
+def running_sum(g: Tensor) -> Tensor:
+    """Inclusive sums along the chunk (…, C, D). A product with a triangle of ones is faster than cumsum."""
+    return torch.ones(g.shape[-2], g.shape[-2], dtype=g.dtype, device=g.device).tril() @ g
+
+
+def decayed_scores(rows: Sequence[Tensor], keys: Tensor, b: Tensor) -> list[Tensor]:
+    """For each x in `rows`: A[i, j] = Σ_d x[i, d] keys[j, d] exp(b[i, d] − b[j, d]) for j ≤ i, else 0.
+
+    With one decay per token the differences b[i] − b[j] are formed directly. With a vector of decays that would take
+    C·K numbers per token. Instead the triangle is built from blocks whose size doubles each time. A block of later rows
+    against earlier keys uses decays relative to the last earlier key m: b[i] − b[m] and b[m] − b[j], both ≤ 0.
+
+    Args:
+        rows, keys: (…, C, K), C a power of two.
+        b: running sums of the log-decay, (…, C, K), or (…, C, 1) for one decay per token.
+    """
+    size = keys.shape[-2]
+    if b.shape[-1] == 1:
+        upper = torch.ones(size, size, dtype=torch.bool, device=b.device).triu(1)
+        decay = (b - b.mT).masked_fill(upper, float("-inf")).exp()
+        return [(x @ keys.mT) * decay for x in rows]
+    scores = [(x * keys).sum(-1)[..., None, None] for x in rows]
+    half = 1
+    while half < size:
+
+        def halves(x: Tensor, half: int = half) -> tuple[Tensor, ...]:
+            return x.unflatten(-2, (-1, 2, half)).unbind(-3)
+
+        (k_early, _), (b_early, b_late) = halves(keys), halves(b)
+        middle = b_early[..., -1:, :]
+        k_decayed, row_decay = k_early * (middle - b_early).exp(), (b_late - middle).exp()
+        for n, x in enumerate(rows):
+            corner = (halves(x)[1] * row_decay) @ k_decayed.mT
+            early, late = scores[n].unflatten(-3, (-1, 2)).unbind(-3)
+            scores[n] = torch.cat([F.pad(early, (0, half)), torch.cat([corner, late], -1)], -2)
+        half *= 2
+    return [x.squeeze(-3) for x in scores]
 
 
 def chunk_gla(
@@ -24,19 +129,25 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention with log forget gates g (B, T, H, K)."""
+    """Gated linear attention with log forget gates g. Returns the output (B, T, H, V) and, if asked for, the state."""
     _check_packing(cu_seqlens, initial_state, output_final_state)
     with torch.autocast(q.device.type, enabled=False):
-        output, state = chunked.gla(
-            q,
-            k,
-            v,
-            g,
-            scale or q.shape[-1] ** -0.5,
-            _k_first(initial_state, state_v_first),
-            cu_seqlens,
-            chunk_size,
-        )
+        grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
+        q = _fp32(q) * (scale or q.shape[-1] ** -0.5)
+        q, k, values, g = (grid.split(_fp32(x)) for x in (q, k, v, g))
+        b = running_sum(g)
+        total = b[..., -1:, :]
+        (scores,) = decayed_scores([q], k, b)
+        updates = (k * (total - b).exp()).mT @ values
+        decays = total.exp().mT
+        states = []
+        state = _first_state(_k_first(initial_state, state_v_first), updates[:, :, 0])
+        for n, (update, decay) in enumerate(zip(updates.unbind(2), decays.unbind(2), strict=True)):
+            if n in grid.document_starts:
+                state = torch.zeros_like(state)
+            states.append(state)
+            state = state * decay + update
+        output = grid.join((q * b.exp()) @ torch.stack(states, 2) + scores @ values).to(v.dtype)
     return output, _k_first(state, state_v_first) if output_final_state else None
 
 
@@ -86,27 +197,52 @@ def gated_delta_rule(
             "grouped values and bounded gates have no CPU version in linrnn.models.cpu_ops", "run it on a GPU"
         )
     with torch.autocast(q.device.type, enabled=False):
-        g = g.unsqueeze(-1) if g.dim() == 3 else g
+        q, k, g, beta = (_fp32(x) for x in (q, k, g.unsqueeze(-1) if g.dim() == 3 else g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = _l2_normalised(q), _l2_normalised(k)
         if use_beta_sigmoid_in_kernel:
-            beta = torch.sigmoid(_fp32(beta)) * (2 if allow_neg_eigval else 1)
+            beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
         if use_gate_in_kernel:
             assert A_log is not None
-            g = _fp32(g) if dt_bias is None else _fp32(g) + dt_bias.view(g.shape[2], -1)
+            g = g if dt_bias is None else g + dt_bias.view(g.shape[2], -1)
             g = -_fp32(A_log).exp()[:, None] * F.softplus(g)
-        output, state = chunked.delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale or q.shape[-1] ** -0.5,
-            _k_first(initial_state, state_v_first),
-            cu_seqlens,
-            chunk_size,
-        )
+        grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
+        q = q * (scale or q.shape[-1] ** -0.5)
+        first = _k_first(initial_state, state_v_first)
+        output, state = _delta_rule(grid, *(grid.split(x) for x in (q, k, _fp32(v), g, beta[..., None])), first)
+        output = grid.join(output).to(v.dtype)
     return output, _k_first(state, state_v_first) if output_final_state else None
+
+
+def _delta_rule(
+    grid: ChunkGrid, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The rule on chunks, as :meth:`ChunkGrid.split` makes them. Returns the chunks of the output, and the last state.
+
+    Each token writes v minus a prediction from its key. Earlier tokens of the chunk and the state before the chunk both
+    contribute to the prediction. One unit lower triangular system gives the writes of all C tokens.
+    """
+    b = running_sum(g)
+    total = b[..., -1:, :]
+    decay = b.exp()
+    query_scores, key_scores = decayed_scores([q, k], k, b)
+    system = (beta * key_scores).tril(-1)
+    solution = torch.linalg.solve_triangular(
+        system, beta * torch.cat([v, (k * decay).expand_as(k)], -1), upper=False, unitriangular=True
+    )
+    values, predictors = solution.split([v.shape[-1], k.shape[-1]], -1)
+    writers = (k * (total - b).exp()).mT
+    decays = total.exp().mT
+    states, writes = [], []
+    state = _first_state(state, writers[:, :, 0] @ values[:, :, 0])
+    chunks = zip(values.unbind(2), predictors.unbind(2), writers.unbind(2), decays.unbind(2), strict=True)
+    for n, (value, predictor, writer, chunk_decay) in enumerate(chunks):
+        if n in grid.document_starts:
+            state = torch.zeros_like(state)
+        states.append(state)
+        writes.append(value - predictor @ state)
+        state = state * chunk_decay + writer @ writes[-1]
+    return (q * decay) @ torch.stack(states, 2) + query_scores @ torch.stack(writes, 2), state
 
 
 def chunk_delta_rule(
@@ -166,12 +302,15 @@ def chunk_linear_attn(
 
 
 def _l2_normalised(x: Tensor) -> Tensor:
-    x = _fp32(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _first_state(state: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if state is None else state.to(like.dtype)
 
 
 def _k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
