@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
-from linrnn.models.attention import install_sdpa
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
 from linrnn.models.fla_import import fla_classes
@@ -98,7 +97,9 @@ class BlankModel:
             part: the rows of each parameter that this rank will hold. The parameters are on the meta device, and
                 sharding gives them memory. None: this process holds the whole model. The parameters have memory.
         """
-        prepare(arch, device, dtype)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
+        cpu_ops.prepare(arch.kind, device)
         hf = fla_model(arch)
         self.part, self._device = part or WHOLE, device
         self._makers = dict(_makers(hf, arch.shared_projection_rank))
@@ -202,21 +203,6 @@ def _replace_parameters(hf: Any, dtype: torch.dtype, device: torch.device) -> No
                 if hasattr(parameter, NO_WEIGHT_DECAY):
                     setattr(blanks[id(parameter)], NO_WEIGHT_DECAY, True)
             module._parameters[own_name] = blanks[id(parameter)]
-
-
-def prepare(arch: Architecture, device: torch.device, dtype: torch.dtype) -> None:
-    """Check what cannot be built, and replace those of FLA's functions that `device` does not have.
-
-    Raises:
-        ConfigError: parameters are to be neither fp32 nor bf16.
-        UnsupportedError: the model has no CPU form, and `device` is a CPU.
-    """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
-    install_sdpa()
-    if device.type == "cpu":
-        cpu_ops.check_model(arch.kind)
-        cpu_ops.install()
 
 
 def fla_model(arch: Architecture) -> Any:

@@ -20,9 +20,8 @@ from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
-from linrnn.models.attention import install_sdpa
 from linrnn.models.build import WHOLE, Part, keep
-from linrnn.models.facts import matched
+from linrnn.models.facts import facts_of
 from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
@@ -95,10 +94,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
     check_checksums(directory)
     settings = _settings(directory, str(directory))
     model_class, config_class = _classes(directory, settings)
-    if device.type == "cpu":
-        cpu_ops.check_model(settings["model_type"])
-        cpu_ops.install()
-    install_sdpa()
+    cpu_ops.prepare(settings["model_type"], device)
     from transformers import GenerationConfig
 
     try:
@@ -241,47 +237,28 @@ def _files(directory: Path, source: str) -> Mapping[str, set[str] | None]:
 
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
-    """Compare config.json with the architecture of `arch`."""
+    """Compare config.json with the architecture of `arch`, and with `ours`, FLA's configuration of it."""
     settings = _settings(directory, f"init_from={source}")
     if settings.get("model_type") != arch.kind:
         raise _other_model(source, str(settings.get("model_type")), arch)
-    config_class = fla_classes(arch.kind)[1]
-    theirs = config_class.from_dict(settings)
-    if isinstance(arch, FlaArchitecture):
-        _compare_all(theirs, ours, source)
-        return
     if arch.shared_projection_rank is not None:
         raise ConfigError(
             f"init_from={source}: FLA's format has no shared projections, and this run has "
             f"model.shared_projection_rank={arch.shared_projection_rank}",
             "use model.shared_projection_rank=null, or init_from= a run of this rank",
         )
-    if getattr(theirs, "attn", None):
-        raise ConfigError(
-            f"init_from={source}: it is a hybrid with attention layers, and model={arch.model} has none",
-            f"use model=fla model.config={source}, whose config.json has all fields",
-        )
-    check_dimensions(source, _as_architecture(theirs, arch), arch)
-    for name in inspect.signature(config_class).parameters.keys() - NOT_COMPARED:
-        there, here = (getattr(config, name, None) for config in (theirs, ours))
-        if name in ("num_kv_heads", "num_v_heads"):
-            there, here = (value or arch.num_heads for value in (there, here))
-        if there != here:
+    theirs, of_fla = type(ours).from_dict(settings), isinstance(arch, FlaArchitecture)
+    for name in inspect.signature(type(ours)).parameters.keys() - (FREE if of_fla else NOT_COMPARED):
+        given, wanted = getattr(theirs, name, None), getattr(ours, name, None)
+        if not of_fla and name in ("num_kv_heads", "num_v_heads"):
+            given, wanted = given or arch.num_heads, wanted or arch.num_heads
+        if given != wanted:
             raise ConfigError(
-                f"init_from={source}: it has {name}={there}, and models here have {name}={here}",
-                f"start from a {arch.model} with {name}={here}",
+                f"init_from={source}: it has {name}={given}, and this run has {name}={wanted}",
+                f"use model=fla model.config={source}, whose config.json has all fields",
             )
-
-
-def _compare_all(theirs: Any, ours: Any, source: str) -> None:
-    """For `model=fla`: every field of FLA's configuration must agree, but those that change no result."""
-    for name in inspect.signature(type(ours)).parameters.keys() - FREE:
-        there, here = getattr(theirs, name, None), getattr(ours, name, None)
-        if there != here:
-            raise ConfigError(
-                f"init_from={source}: it has {name}={there}, and this run has {name}={here}",
-                f"use model.config={source}, whose config.json has all fields",
-            )
+    if not of_fla and (there := _as_architecture(theirs, arch)):
+        check_dimensions(source, there, arch)
 
 
 def _settings(directory: Path, source: str) -> dict[str, Any]:
@@ -301,17 +278,18 @@ def _classes(directory: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
     return fla_classes(settings["model_type"])
 
 
-def _as_architecture(theirs: Any, arch: Architecture) -> Architecture:
-    """FLA's configuration `theirs`, which is of the model of `arch`, as an architecture."""
-    k_dim, v_dim = matched(arch.model).head_dims(theirs)
+def _as_architecture(theirs: Any, arch: Architecture) -> Architecture | None:
+    """FLA's configuration `theirs`, which is of the model of `arch`, as an architecture; None: no size has it."""
+    if (heads := facts_of(arch.model).state(theirs)) is None:
+        return None
     d = theirs.hidden_size
     return replace(
         arch,
         hidden_size=d,
         num_layers=theirs.num_hidden_layers,
-        num_heads=theirs.num_heads,
-        head_k_dim=k_dim,
-        head_v_dim=v_dim,
+        num_heads=heads[0],
+        head_k_dim=heads[1],
+        head_v_dim=heads[2],
         intermediate_size=theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256),
         vocab_size=theirs.vocab_size,
         tie_embeddings=theirs.tie_word_embeddings,

@@ -9,12 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from linrnn.core.errors import UnsupportedError
+from linrnn.models.attention import install_sdpa
 from linrnn.models.cpu_ops import layers
 from linrnn.models.facts import FACTS, Replacements, facts_of
 from linrnn.models.fla_import import import_fla
 
-__all__ = ["check_model", "install", "replacements"]
+__all__ = ["check_model", "install", "prepare", "replacements"]
 
 # For layers that several models have: (module, name) where FLA looks a function up, and its CPU version. Those of a
 # model's mixer stand in its file (linrnn.models.zoo).
@@ -48,6 +51,18 @@ def check_model(model: str) -> None:
             f"run it on a machine with an NVIDIA GPU; on a CPU use model={', '.join(own)}, or model=fla "
             f"model.config={', '.join(of_fla)}; or write its plain-torch version (docs/extending.md, Add a model)",
         )
+
+
+def prepare(model: str, device: torch.device) -> None:
+    """Give FLA what `device` needs for a model: attention of torch, and on a CPU the functions of this package.
+
+    Raises:
+        UnsupportedError: the model has no CPU form, and `device` is a CPU.
+    """
+    install_sdpa()
+    if device.type == "cpu":
+        check_model(model)
+        install()
 
 
 def install() -> None:

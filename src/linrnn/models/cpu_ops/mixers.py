@@ -208,8 +208,8 @@ def gated_delta_rule(
             g = -_fp32(A_log).exp()[:, None] * F.softplus(g)
         grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
         q = q * (scale or q.shape[-1] ** -0.5)
-        first = _k_first(initial_state, state_v_first)
-        output, state = _delta_rule(grid, *(grid.split(x) for x in (q, k, _fp32(v), g, beta[..., None])), first)
+        q, k, values, g, beta = (grid.split(x) for x in (q, k, _fp32(v), g, beta[..., None]))
+        output, state = _delta_rule(grid, q, k, values, g, beta, _k_first(initial_state, state_v_first))
         output = grid.join(output).to(v.dtype)
     return output, _k_first(state, state_v_first) if output_final_state else None
 
