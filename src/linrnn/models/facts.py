@@ -120,13 +120,11 @@ class Matched:
     Attributes:
         parameters: of one mixer. The width of a layer's MLP depends on them.
         settings: the heads as fields of FLA's configuration.
-        head_dims: (key dimension, value dimension) of a head, read from FLA's configuration. For `init_from=`.
         check: raises ConfigError for heads that FLA's layer cannot express.
     """
 
     parameters: Callable[[Architecture], int]
     settings: Callable[[Architecture], dict[str, Any]]
-    head_dims: Callable[[Any], tuple[int, int]]
     check: Callable[[Architecture], None] = lambda arch: None
 
 
@@ -186,23 +184,6 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class KnownWrong:
-    """Versions of Triton with which a model computes wrong results on GPUs of one generation.
-
-    Attributes:
-        first, fixed: the first wrong version, and the first correct one after it.
-        capability: the major CUDA compute capability of those GPUs.
-        cause: a sentence with `{triton}` for the installed version.
-    """
-
-    first: str
-    fixed: str
-    capability: int
-    cause: str
-    remedy: str
-
-
-@dataclass(frozen=True)
 class ModelFacts:
     """Everything that linrnn knows about one of FLA's models.
 
@@ -214,10 +195,9 @@ class ModelFacts:
         keeps_fp32: whether FLA's kernels need some parameters in fp32. FSDP then gathers blocks in fp32 under autocast.
         chunks: the kernel whose chunk size can be set; None: it has none.
         cpu: plain-torch versions of the functions of its mixer; None: it needs a GPU.
-        known_wrong: versions that are refused.
         sized: for `model=fla`: settings of FLA's that follow from (width, heads), besides `num_heads` and `head_dim`.
-        state: for `model=fla`: (heads, key dimension, value dimension) of the recurrence that `flops` describes, read
-            from FLA's configuration. None for settings that `flops` does not describe.
+        state: (heads, key dimension, value dimension) of the recurrence that `flops` describes, read from FLA's
+            configuration. None for settings that `flops` does not describe. For `model=fla` and `init_from=`.
         recurrence: for `model=fla` without `flops`: FLOPs of the recurrence for one token in one layer, by the model's
             definition, from FLA's configuration. None for settings that it does not describe.
     """
@@ -230,7 +210,6 @@ class ModelFacts:
     keeps_fp32: bool | None = None
     chunks: Chunks | None = None
     cpu: Replacements | None = None
-    known_wrong: KnownWrong | None = None
     sized: Callable[[int, int], dict[str, Any]] = lambda width, heads: {}
     state: Callable[[Any], tuple[int, int, int] | None] = lambda fla: None
     recurrence: Callable[[Any], int | None] = lambda fla: None

@@ -14,6 +14,7 @@ from linrnn.models.facts import Architecture, facts_of, matched
 from linrnn.models.fla_any import FlaArchitecture
 
 FLA_VERSION = "0.6.0"
+HOPPER = 9  # major compute capability
 # What FLA raises where it does not take a GPU, a version or dimensions.
 FLA_REFUSES = (ImportError, AssertionError, NotImplementedError, ValueError, TypeError, RuntimeError)
 # On Hopper GPUs these models' kernels end with an illegal memory access for heads of 32 dimensions, with Triton 3.6 and
@@ -81,7 +82,7 @@ def check_heads(architecture: Architecture, device: torch.device) -> None:
         return
     width = architecture.hidden_size
     head_dim = json.loads(architecture.settings).get("head_dim") or width // architecture.num_heads
-    if head_dim < LEAST_HEAD_DIM and torch.cuda.get_device_capability(device)[0] == 9:
+    if head_dim < LEAST_HEAD_DIM and torch.cuda.get_device_capability(device)[0] == HOPPER:
         raise UnsupportedError(
             f"model.config={kind}: on Hopper GPUs FLA's kernels access memory that is not theirs, with heads of "
             f"{head_dim} dimensions",
@@ -156,9 +157,9 @@ def _check_cuda(kind: str) -> None:
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError(f"{kind} needs Triton on a GPU", "pip install 'triton>=3.7.1,<3.8'")
     triton = Version(importlib.metadata.version("triton"))
-    if (
-        (wrong := facts_of(kind).known_wrong)
-        and torch.cuda.get_device_capability()[0] == wrong.capability
-        and Version(wrong.first) <= triton < Version(wrong.fixed)
-    ):
-        raise UnsupportedError(wrong.cause.format(triton=triton), wrong.remedy)
+    wrong = kind == "gated_deltanet" and Version("3.4.0") <= triton < Version("3.7.1")
+    if wrong and torch.cuda.get_device_capability()[0] == HOPPER:
+        raise UnsupportedError(
+            f"Gated DeltaNet's backward pass is wrong on Hopper GPUs with Triton {triton} (FLA's issue 640)",
+            "pip install 'triton>=3.7.1,<3.8', or use model=kda or model=gla",
+        )

@@ -1,17 +1,13 @@
 """Gated DeltaNet (arXiv:2412.06464): delta rule with one decay per head, short convolutions."""
 
 from linrnn.models.cpu_ops import layers, mixers
-from linrnn.models.facts import Architecture, Chunks, KnownWrong, MixerMemory, ModelFacts, chunk_length, register_model
+from linrnn.models.facts import Architecture, Chunks, MixerMemory, ModelFacts, chunk_length, register_model
 from linrnn.models.zoo import shared
 
 
-def _parameters(arch: Architecture) -> int:
-    """Output gate; decay and beta; A_log and dt_bias; norm."""
-    d, heads = arch.hidden_size, arch.num_heads
-    gates = d * arch.value_dim + 2 * d * heads
-    return (
-        shared.projection_parameters(arch) + shared.convolution_parameters(arch) + gates + 2 * heads + arch.head_v_dim
-    )
+def _others(arch: Architecture) -> int:
+    """Convolutions; A_log and dt_bias; norm."""
+    return shared.convolution_parameters(arch) + 2 * arch.num_heads + arch.head_v_dim
 
 
 def _projections(arch: Architecture) -> list[tuple[int, int]]:
@@ -30,7 +26,7 @@ register_model(
     ModelFacts(
         name="gated_deltanet",
         title="Gated DeltaNet",
-        matched=shared.matched_by_head_dim(_parameters),
+        matched=shared.matched_by_head_dim(_projections, _others),
         flops=shared.delta_rule_flops(_projections),
         memory=MixerMemory(linears=6, gated=True, scan=_saved),
         keeps_fp32=True,
@@ -41,12 +37,5 @@ register_model(
             ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
             ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
         },
-        known_wrong=KnownWrong(
-            first="3.4.0",
-            fixed="3.7.1",
-            capability=9,
-            cause="Gated DeltaNet's backward pass is wrong on Hopper GPUs with Triton {triton} (FLA's issue 640)",
-            remedy="pip install 'triton>=3.7.1,<3.8', or use model=kda or model=gla",
-        ),
     )
 )

@@ -2,25 +2,10 @@
 
 from linrnn.models.chunk_size import chunk_gla
 from linrnn.models.cpu_ops import mixers
-from linrnn.models.facts import (
-    FP32,
-    Architecture,
-    Chunks,
-    Matched,
-    MixerMemory,
-    ModelFacts,
-    chunk_length,
-    register_model,
-)
+from linrnn.models.facts import FP32, Architecture, Chunks, MixerMemory, ModelFacts, chunk_length, register_model
 from linrnn.models.zoo import shared
 
 GLA_GATE_RANK = 16  # inner width of the low-rank forget gate
-
-
-def _parameters(arch: Architecture) -> int:
-    """Output gate; low-rank forget gate with bias; norm."""
-    d, keys = arch.hidden_size, arch.key_dim
-    return shared.projection_parameters(arch) + d * arch.value_dim + GLA_GATE_RANK * (d + keys) + keys + arch.head_v_dim
 
 
 def _projections(arch: Architecture) -> list[tuple[int, int]]:
@@ -39,17 +24,7 @@ register_model(
     ModelFacts(
         name="gla",
         title="GLA",
-        matched=Matched(
-            _parameters,
-            settings=lambda arch: {
-                "expand_k": arch.key_dim / arch.hidden_size,
-                "expand_v": arch.value_dim / arch.hidden_size,
-            },
-            head_dims=lambda fla: (
-                round(fla.hidden_size * fla.expand_k) // fla.num_heads,
-                round(fla.hidden_size * fla.expand_v) // fla.num_heads,
-            ),
-        ),
+        matched=shared.matched_by_width(_projections, lambda arch: arch.key_dim + arch.head_v_dim),  # gate's bias, norm
         flops=shared.linear_attention_flops(_projections),
         memory=MixerMemory(linears=5, gated=True, scan=_saved),
         keeps_fp32=False,

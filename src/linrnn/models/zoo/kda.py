@@ -5,19 +5,9 @@ from linrnn.models.facts import Architecture, Chunks, MixerMemory, ModelFacts, c
 from linrnn.models.zoo import shared
 
 
-def _parameters(arch: Architecture) -> int:
-    """Low-rank decay and output gate (with bias); beta; A_log and dt_bias; norm."""
-    d, heads, keys, values = arch.hidden_size, arch.num_heads, arch.key_dim, arch.value_dim
-    low_rank = arch.head_v_dim * (2 * d + keys + values) + values
-    return (
-        shared.projection_parameters(arch)
-        + shared.convolution_parameters(arch)
-        + low_rank
-        + d * heads
-        + heads
-        + keys
-        + arch.head_v_dim
-    )
+def _others(arch: Architecture) -> int:
+    """Convolutions; the output gate's bias; A_log and dt_bias; norm."""
+    return shared.convolution_parameters(arch) + arch.value_dim + arch.num_heads + arch.key_dim + arch.head_v_dim
 
 
 def _projections(arch: Architecture) -> list[tuple[int, int]]:
@@ -36,7 +26,7 @@ register_model(
     ModelFacts(
         name="kda",
         title="KDA",
-        matched=shared.matched_by_head_dim(_parameters),
+        matched=shared.matched_by_head_dim(_projections, _others),
         flops=shared.delta_rule_flops(_projections),
         memory=MixerMemory(linears=6, gated=True, scan=_saved),
         keeps_fp32=True,

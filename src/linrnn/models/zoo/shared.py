@@ -10,17 +10,20 @@ from typing import Any
 from linrnn.core.errors import ConfigError
 from linrnn.models.facts import Architecture, Matched, MixerFlops, chunk_length
 
+Projections = Callable[[Architecture], list[tuple[int, int]]]
+
 CONV_SIZE = 4  # taps of the short convolutions of Gated DeltaNet and KDA
 MAX_KEY_DIM = 256  # per head; FLA's delta-rule kernels take no more
 
 
 # ------------------------------------------------------------------------------------------------------- parameters
-def projection_parameters(arch: Architecture) -> int:
-    """Queries, keys, values, output; with shared projections also the one that they share."""
-    return sum(inputs * outputs for inputs, outputs in query_key_value_output(arch))
+def sum_of_products(matrices: list[tuple[int, int]]) -> int:
+    """The entries of all matrices."""
+    return sum(rows * columns for rows, columns in matrices)
 
 
 def convolution_parameters(arch: Architecture) -> int:
+    """Of the short convolutions of queries, keys and values."""
     return CONV_SIZE * (2 * arch.key_dim + arch.value_dim)
 
 
@@ -94,23 +97,38 @@ def gla_kernel_again(arch: Architecture, seq_len: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ facts
-def linear_attention_flops(projections: Callable[[Architecture], list[tuple[int, int]]]) -> MixerFlops:
+def linear_attention_flops(projections: Projections) -> MixerFlops:
     """FLOPs of a mixer with GLA's recurrence and kernel."""
     return MixerFlops(projections, linear_attention, linear_attention, gla_kernel, gla_kernel_again)
 
 
-def delta_rule_flops(projections: Callable[[Architecture], list[tuple[int, int]]]) -> MixerFlops:
+def delta_rule_flops(projections: Projections) -> MixerFlops:
     """FLOPs of a mixer with a delta rule. Recomputed are the updates of the state, w, u and w S: as many as GLA's."""
     return MixerFlops(projections, delta_rule, delta_rule, delta_rule_kernel, kernel_again=gla_kernel)
 
 
-def matched_by_head_dim(parameters: Callable[[Architecture], int]) -> Matched:
-    """A matched model whose configuration has `head_dim` for keys, and `expand_v` values for each of them."""
+def matched_by_head_dim(projections: Projections, others: Callable[[Architecture], int]) -> Matched:
+    """A matched model whose configuration has `head_dim` for keys, and `expand_v` values for each of them.
+
+    Args:
+        projections: (inputs, outputs) of the linear layers of one mixer.
+        others: number of the mixer's other parameters.
+    """
     return Matched(
-        parameters,
+        lambda arch: sum_of_products(projections(arch)) + others(arch),
         settings=lambda arch: {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim},
-        head_dims=lambda fla: (fla.head_dim, int(fla.head_dim * fla.expand_v)),
         check=check_ratio,
+    )
+
+
+def matched_by_width(projections: Projections, others: Callable[[Architecture], int]) -> Matched:
+    """A matched model whose configuration has ratios of the width, `expand_k` and `expand_v`. Arguments as above."""
+    return Matched(
+        lambda arch: sum_of_products(projections(arch)) + others(arch),
+        settings=lambda arch: {
+            "expand_k": arch.key_dim / arch.hidden_size,
+            "expand_v": arch.value_dim / arch.hidden_size,
+        },
     )
 
 

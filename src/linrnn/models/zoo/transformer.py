@@ -48,9 +48,8 @@ register_model(
         name="transformer",
         title="Transformer",
         matched=Matched(
-            shared.projection_parameters,
+            lambda arch: shared.sum_of_products(shared.query_key_value_output(arch)),
             settings=lambda arch: {},
-            head_dims=lambda fla: (fla.hidden_size // fla.num_heads, fla.hidden_size // fla.num_heads),
             check=_check,
         ),
         flops=MixerFlops(
