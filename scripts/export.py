@@ -16,8 +16,6 @@ def main(config: ExportConfig) -> None:
     trained = load_trained(config.checkpoint, torch.device("cpu"))
     export(trained, Path(config.output))
     tokenizer = "with its tokenizer" if trained.tokenizer else "without a tokenizer (the run recorded none)"
-    if trained.tokenizer and trained.tokenizer.dropout is not None:
-        print(f"the tokenizer's BPE dropout of {trained.tokenizer.dropout:g} is switched off, as it was in the run")
     print(f"wrote {config.output}, {tokenizer}, from {trained.source}; load it with")
     print(f"  from linrnn.inference import load_trained; load_trained({config.output!r}).model  # CPU or GPU")
     print(f"  import fla, transformers; transformers.AutoModelForCausalLM.from_pretrained({config.output!r})")

@@ -30,10 +30,9 @@ def test_dropout_leaves_no_token_to_chance() -> None:
     plain = train_tokenizer(sentences(300), 400)
     content = json.loads(plain.json)
     content["model"]["dropout"] = 0.5
-    texts = sentences(50, seed=1)
     dropping = Tokenizer(json.dumps(content), "with dropout")
-    assert dropping.encode_batch(texts) == plain.encode_batch(texts)
-    assert (plain.dropout, dropping.dropout, dropping.without_dropout().dropout) == (None, 0.5, None)
+    assert dropping.encode_batch(sentences(50, seed=1)) == plain.encode_batch(sentences(50, seed=1))
+    assert json.loads(dropping.json) == json.loads(plain.json), "other libraries would apply it"
 
 
 def test_a_special_token_written_in_the_text_stays_text() -> None:

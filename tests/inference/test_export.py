@@ -201,11 +201,8 @@ def test_an_export_leaves_no_token_to_chance(text: list[str], tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     trainer = trained([*text, f"data.tokenizer={tmp_path}/tokenizer.json"])
     run = load_trained(str(trainer.directory.path), CPU)
-    out, log = tmp_path / "out", tmp_path / "log"
-    process = start(run_script, "scripts/export.py", [f"checkpoint={run.source}", f"output={out}"], log)
-    process.join()
-    assert process.exitcode == 0, log.read_text()
-    assert "the tokenizer's BPE dropout of 0.5 is switched off, as it was in the run\n" in log.read_text()
+    out = tmp_path / "out"
+    export(run, out)
     sentence = "the cat number 7 sat on mat number 49 again"
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert all(tokenizer(sentence)["input_ids"] == prompt_of(run, options(prompt=sentence)) for _ in range(20))

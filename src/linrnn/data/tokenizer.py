@@ -52,11 +52,10 @@ class Tokenizer:
 
     Attributes:
         name: what the user asked for, for messages.
-        json: the tokenizer's own JSON.
+        json: the tokenizer's own JSON. If its file asks for BPE dropout, that is left out: other libraries would apply it.
         vocab_size: the largest id + 1. Ids may have gaps, so this is not the number of entries.
         eos_token, eos_id: the token that ends a document; both None if the vocabulary has none.
-        dropout: the BPE dropout that the file asks for; None if it asks for none. Encoding here never applies it.
-        hash: sha256 (hex) of the file and the end token. Files that differ in their dropout alone encode alike here.
+        hash: sha256 (hex) of the JSON and the end token.
     """
 
     def __init__(self, json_text: str, name: str, eos_token: str | None = None, *, guess: bool = True) -> None:
@@ -76,10 +75,11 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.dropout: float | None = None
-        if isinstance(self._tokenizer.model, models.BPE):
-            self.dropout = self._tokenizer.model.dropout or None
+        if isinstance(self._tokenizer.model, models.BPE) and self._tokenizer.model.dropout:
             self._tokenizer.model.dropout = None
+            content = json.loads(json_text)
+            content["model"]["dropout"] = None
+            json_text = json.dumps(content, ensure_ascii=False)
         self.json, self.name = json_text, name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -153,14 +153,6 @@ class Tokenizer:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings["eos_token"] = self.eos_token
         return {FILE: self.json, SETTINGS[0]: json.dumps(settings, indent=2) + "\n"}
-
-    def without_dropout(self) -> "Tokenizer":
-        """The same tokenizer, whose files ask for no dropout. Other libraries apply what a tokenizer.json asks for."""
-        if self.dropout is None:
-            return self
-        content = json.loads(self.json)
-        content["model"]["dropout"] = None
-        return Tokenizer(json.dumps(content, ensure_ascii=False), self.name, self.eos_token, guess=False)
 
 
 def _types(part: dict[str, Any] | None) -> Iterator[str]:

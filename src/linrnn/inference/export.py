@@ -1,7 +1,7 @@
 """Export a trained model as a Hugging Face directory that FLA's `from_pretrained` loads. No pickle is used.
 
     config.json, generation_config.json, model.safetensors     read by transformers, once `fla` is imported, on a GPU
-    tokenizer.json, tokenizer_config.json                      for text, without BPE dropout; generated data has none
+    tokenizer.json, tokenizer_config.json                      for text; generated data has none
     linrnn_config.yaml                                         the run's configuration
     SHA256SUMS                                                 checked on loading, and by `sha256sum -c`
 
@@ -74,8 +74,7 @@ def _write(trained: Trained, directory: Path) -> None:
     model = trained.model.float()
     model.config.use_cache = model.generation_config.use_cache = True
     model.save_pretrained(directory)
-    tokenizer = trained.tokenizer and trained.tokenizer.without_dropout()
-    for name, text in (tokenizer.files() if tokenizer else {}).items():
+    for name, text in (trained.tokenizer.files() if trained.tokenizer else {}).items():
         (directory / name).write_text(text, encoding="utf-8")
     configuration = directory / "linrnn_config.yaml"
     configuration.write_text(to_yaml(trained.config), encoding="utf-8")

@@ -380,13 +380,10 @@ def check_tokens(directory: Path, data: PreparedData) -> None:
 
 
 def _check_pretrained(directory: Path, source: str, data: PreparedData) -> str | None:
-    """:func:`check_tokens` for a Hugging Face directory. Returns a remark if the directory has no tokenizer.
-
-    An export's tokenizer asks for no dropout, and that of its run may.
-    """
+    """:func:`check_tokens` for a Hugging Face directory. Returns a remark if the directory has no tokenizer."""
     if (directory / TOKENIZER).is_file():
         theirs = load_tokenizer(str(directory))
-        if data.tokenizer is None or data.tokenizer.without_dropout().hash != theirs.without_dropout().hash:
+        if data.tokenizer is None or data.tokenizer.hash != theirs.hash:
             raise _other_tokens(Path(source), data, theirs.hash, directory)
         return None
     entries = pretrained_vocab_size(directory, source)
