@@ -14,7 +14,7 @@ from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, Uns
 from linrnn.core.interrupts import install, restore
 from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
-from linrnn.distributed.ranks import DistributedRanks, Ranks, make_ranks
+from linrnn.distributed.ranks import DistributedRanks, Ranks
 from linrnn.distributed.watch import Failure, Watch
 
 _REPORTED, _LEFT = "reported", "left"
@@ -46,7 +46,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
             dist.init_process_group(
                 backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
-            ranks = make_ranks(parallel, launch, store, watch, timeout)
+            ranks = DistributedRanks(launch, store, watch, timeout).under(parallel)
             try:
                 yield ranks
             except BaseException as error:
@@ -83,11 +83,9 @@ def _signals(watch: Watch) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if watch.when_lost is None:
-            failure = watch.wait_for_failure(patience.NOTICE_SECONDS)
-            raise failure.error() if failure else interrupted(number)
-
-    def interrupted(number: int) -> InterruptedRun:
-        return InterruptedRun("interrupted; no checkpoint was written", "run the same command again", number)
+            if failure := watch.wait_for_failure(patience.NOTICE_SECONDS):
+                raise failure.error()
+            raise InterruptedRun("interrupted; no checkpoint was written", "run the same command again", number)
 
     previous = install(handle)
     try:
@@ -99,10 +97,10 @@ def _signals(watch: Watch) -> Iterator[None]:
 def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error: BaseException) -> BaseException:
     """The exception that this rank raises at its end. A failure that several ranks share is reported once."""
     error = ranks.explain(error)
-    mine = not isinstance(error, RankFailedError)
+    mine, failure = not isinstance(error, RankFailedError), _as_failure(ranks.rank, error)
     with contextlib.suppress(RuntimeError, OSError):  # without the store every rank reports for itself
-        recorded = watch.record(_as_failure(ranks.rank, error))
-        same = mine and recorded.rank != ranks.rank and recorded.cause == _as_failure(ranks.rank, error).cause
+        recorded = watch.record(failure)
+        same = mine and recorded.rank != ranks.rank and recorded.cause == failure.cause
         if same or (not mine and store.add(_REPORTED, 1) > 1):
             error = SystemExit(recorded.exit_code)
     if mine and not watch.patient:

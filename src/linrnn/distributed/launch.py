@@ -77,9 +77,9 @@ def _new_port() -> int:
 def as_first_of(ranks: int) -> Iterator[None]:
     """Within the context this process can plan a run as the first of so many ranks would."""
     before = dict(os.environ)
-    os.environ.update(environments(ranks)[0])
+    os.environ |= environments(ranks)[0]
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ |= before

@@ -26,8 +26,6 @@ from linrnn.distributed.watch import Watch
 from linrnn.models.build import Part
 
 _FIRST = "first"
-
-
 T = TypeVar("T")
 
 
@@ -128,13 +126,14 @@ class Ranks:
 class DistributedRanks(Ranks):
     """Several processes, joined by :func:`join`."""
 
-    def __init__(self, launch: Launch, store: dist.Store, watch: "Watch", timeout: timedelta) -> None:
+    def __init__(self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
         self._launch, self._store, self._watch, self._timeout = launch, store, watch, timeout
 
     def under(self, parallel: DistributedConfig) -> "DistributedRanks":
-        """The same processes with another method to distribute a model."""
-        return make_ranks(parallel, self._launch, self._store, self._watch, self._timeout)
+        """The same processes, with the method that `parallel` names to distribute a model."""
+        joined = (self._launch, self._store, self._watch, self._timeout)
+        return ShardedRanks(*joined, parallel) if isinstance(parallel, FsdpConfig) else ReplicatedRanks(*joined)
 
     def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
         for first in range(0, len(items), self.world_size):
@@ -222,26 +221,24 @@ class ReplicatedRanks(DistributedRanks):
 class ShardedRanks(DistributedRanks):
     """Ranks that share one model: parallel=fsdp and parallel=vocab."""
 
-    def __init__(self, *arguments: Any, parallel: FsdpConfig) -> None:
-        super().__init__(*arguments)
-        self._parallel = parallel
+    def __init__(
+        self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta, parallel: FsdpConfig
+    ) -> None:
+        super().__init__(launch, store, watch, timeout)
+        from linrnn.distributed import sharding  # half a second to import: only where a model is sharded
+
+        self._parallel, self._sharding = parallel, sharding
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        from linrnn.distributed.sharding import make_mesh  # half a second to import: only where a model is sharded
-
-        return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+        return self._sharding.make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
     @property
     def part(self) -> Part:
-        from linrnn.distributed.sharding import part_of
-
-        return part_of(self._mesh)
+        return self._sharding.part_of(self._mesh)
 
     def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        from linrnn.distributed.sharding import shard
-
-        self._replicas = shard(model, self._mesh, compute, self._parallel)
+        self._replicas = self._sharding.shard(model, self._mesh, compute, self._parallel)
         return model
 
     def copy_first(self, model: nn.Module) -> None:
@@ -256,9 +253,7 @@ class ShardedRanks(DistributedRanks):
     def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
         if not isinstance(self._parallel, VocabConfig):
             return None
-        from linrnn.distributed.sharding import vocabulary_shards
-
-        return self._mesh.get_group("shard"), vocabulary_shards(vocab_size, self._mesh)
+        return self._mesh.get_group("shard"), self._sharding.vocabulary_shards(vocab_size, self._mesh)
 
 
 class _Replica(DistributedDataParallel):
@@ -266,10 +261,3 @@ class _Replica(DistributedDataParallel):
 
     def head(self, dtype: torch.dtype) -> Tensor:
         return self.module.head(dtype)
-
-
-def make_ranks(parallel: DistributedConfig, *arguments: Any) -> DistributedRanks:
-    """The ranks for the method that `parallel` names."""
-    if isinstance(parallel, FsdpConfig):
-        return ShardedRanks(*arguments, parallel=parallel)
-    return ReplicatedRanks(*arguments)

@@ -172,13 +172,17 @@ def shard_rows(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-class GatheredEmbedding(nn.Module):
-    """An embedding (V, D) sharded by rows. It is gathered in its own dtype for each lookup."""
+class ShardedEmbedding(nn.Module):
+    """An embedding (V, D) sharded by rows."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
         super().__init__()
         self.weight = weight
         self.padding_idx = padding_idx
+
+
+class GatheredEmbedding(ShardedEmbedding):
+    """Gathered in its own dtype for each lookup."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) ids to (…, D)."""
@@ -219,13 +223,8 @@ class _Gather(torch.autograd.Function):
         return part[: ctx.local_rows].to(ctx.dtype), None, None, None
 
 
-class VocabularyParallelEmbedding(nn.Module):
-    """An embedding (V, D) whose rows stay on their ranks. Every rank looks up the ids of all ranks of the group."""
-
-    def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
-        super().__init__()
-        self.weight = weight
-        self.padding_idx = padding_idx
+class VocabularyParallelEmbedding(ShardedEmbedding):
+    """Rows stay on their ranks. Every rank looks up the ids of all ranks of the group."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) ids, the same number on every rank, to (…, D)."""

@@ -57,9 +57,9 @@ class Watch:
         self.failure: Failure | None = None
         self.when_lost: Callable[[LinrnnError], None] | None = None
         self.patient = False
-        self._launch, self._store = launch, store
-        self._machine = _machine()
-        self._neighbours: dict[int, int] = {}  # process ids of the other ranks on this machine
+        self._store, self._machine = store, _machine()
+        self._others = [rank for rank in range(launch.world_size) if rank != launch.rank]
+        self._neighbours: dict[int, int] = {}  # process ids of the other ranks, 0 on other machines
         self._signs = SignsOfLife(launch, store, timeout.total_seconds())
         self._noticed, self._ended = threading.Event(), threading.Event()
         store.set(f"{_PROCESS}/{launch.rank}", json.dumps([self._machine, os.getpid()]))
@@ -67,6 +67,7 @@ class Watch:
         self._thread.start()
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
+        """The first known failure, after waiting for one at most so long."""
         self._noticed.wait(seconds)
         return self.failure
 
@@ -75,7 +76,12 @@ class Watch:
         text = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
         return self._notice(Failure(**json.loads(text)))
 
+    def dead(self) -> list[int]:
+        """Ranks of this machine whose processes are gone."""
+        return [rank for rank, process in self._neighbours.items() if process and not _alive(process)]
+
     def end(self) -> None:
+        """Stop watching."""
         self._ended.set()
         self._thread.join()
 
@@ -84,18 +90,10 @@ class Watch:
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process that held the store is gone
-                lost = Failure(0, "the process that joins the ranks is gone", "see its output", 1)
-                self._notice(lost)
+                self._notice(Failure(0, "the process that joins the ranks is gone", "see its output", 1))
         if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
             return
         error = self.failure.error()
-        try:
-            self._tell(error)
-        finally:
-            os._exit(error.exit_code)
-
-    def _tell(self, error: LinrnnError) -> None:
-        """Call `when_lost` and print `error`, also if `when_lost` fails."""
         try:
             if self.when_lost:
                 self.when_lost(error)
@@ -103,13 +101,13 @@ class Watch:
             say(f"error: the summary was not written: {first_line(problem)}", sys.stderr)
         finally:
             say(f"error: {error}", sys.stderr)
+            os._exit(error.exit_code)
 
     def _look(self) -> None:
         if self._store.check([_FAILURE]):
             self._notice(Failure(**json.loads(self._store.get(_FAILURE))))
-        for rank in range(self._launch.world_size):
-            key = f"{_PROCESS}/{rank}"
-            if rank != self._launch.rank and rank not in self._neighbours and self._store.check([key]):
+        for rank in self._others:
+            if rank not in self._neighbours and self._store.check([key := f"{_PROCESS}/{rank}"]):
                 machine, process = json.loads(self._store.get(key))
                 self._neighbours[rank] = process if machine == self._machine else 0
         for rank in self.dead():
@@ -117,10 +115,6 @@ class Watch:
         for rank in self._signs.still():
             cause = f"its process stands still: no sign of life for {self._signs.patience:g} s"
             self.record(Failure(rank, cause, "see whether it was stopped, and whether its machine answers", 1))
-
-    def dead(self) -> list[int]:
-        """Ranks of this machine whose processes are gone."""
-        return [rank for rank, process in self._neighbours.items() if process and not _alive(process)]
 
     def _notice(self, failure: Failure) -> Failure:
         self.failure = self.failure or failure
@@ -157,8 +151,7 @@ class SignsOfLife:
             self._latest.clear()
         self._store.add(f"{_ALIVE}/{self._launch.rank}", 1)
         for rank in range(self._launch.world_size):
-            key = f"{_ALIVE}/{rank}"
-            if rank != self._launch.rank and self._store.check([key]):
+            if rank != self._launch.rank and self._store.check([key := f"{_ALIVE}/{rank}"]):
                 number = self._store.get(key)
                 if self._latest.get(rank, (b"", 0.0))[0] != number:
                     self._latest[rank] = number, now
@@ -171,26 +164,21 @@ def _machine() -> str:
     Machines may share a host's name (`localhost`), and the number of a namespace is the same on many machines. So the
     name holds the id that Linux draws at each start of a machine.
     """
-    namespace = Path("/proc/self/ns/pid")
-    words = [socket.gethostname(), os.readlink(namespace) if namespace.exists() else ""]
+    words = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        words.append(_BOOT.read_text(encoding="utf-8").strip())
+        words += [os.readlink("/proc/self/ns/pid"), _BOOT.read_text(encoding="utf-8").strip()]
     return " ".join(words)
 
 
 def _alive(process: int) -> bool:
+    """Whether a process runs. A zombie has ended, but its parent has not read its exit code yet."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return not _is_zombie(process)
-
-
-def _is_zombie(process: int) -> bool:
-    """Whether the process has ended but its parent has not yet read its exit code."""
     try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] == "Z"
-    except (OSError, IndexError):
-        return False
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):  # there is no /proc
+        return True
