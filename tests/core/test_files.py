@@ -47,33 +47,22 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
     assert "new" in path.read_text()
 
 
-def _write_often(path: Path, letter: str) -> None:
-    for length in range(1, 200):
-        write_text(path, letter * 100 * length)
-        assert len(set(path.read_text())) == 1
+def _write_often_as(process: int, path: Path, letter: str) -> None:
+    with patch("os.getpid", return_value=process):
+        for length in range(1, 200):
+            write_text(path, letter * 100 * length)
+            assert len(set(path.read_text())) == 1
 
 
-def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [(7, 8), (7, 7)])
+def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path, processes: tuple[int, int]) -> None:
+    """Also with one id: on two hosts, or in two containers, that share a file system."""
     path = tmp_path / "report.md"
-    writers = [start(_write_often, path, letter) for letter in "ab"]
+    writers = [start(_write_often_as, process, path, letter) for process, letter in zip(processes, "ab", strict=True)]
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert path.read_text() in ("a" * 19900, "b" * 19900)
-
-
-def _write_often_as_one_id(path: Path, letter: str) -> None:
-    with patch("os.getpid", return_value=7):
-        _write_often(path, letter)
-
-
-def test_two_processes_with_the_same_id_may_write_the_same_file_at_once(tmp_path: Path) -> None:
-    """Two hosts, or two containers, that share a file system."""
-    path = tmp_path / "report.md"
-    writers = [start(_write_often_as_one_id, path, letter) for letter in "ab"]
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0]
     assert [file.name for file in tmp_path.iterdir()] == ["report.md"]
 
 

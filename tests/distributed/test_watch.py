@@ -21,8 +21,7 @@ PATIENCE = 100.0
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
+    seconds = 1000.0
 
     def __call__(self) -> float:
         return self.seconds
