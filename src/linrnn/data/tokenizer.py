@@ -52,7 +52,7 @@ class Tokenizer:
 
     Attributes:
         name: what the user asked for, for messages.
-        json: the tokenizer's own JSON. If its file asks for BPE dropout, that is left out: other libraries would apply it.
+        json: the tokenizer's own JSON, without the BPE dropout that it may ask for: other libraries would apply it.
         vocab_size: the largest id + 1. Ids may have gaps, so this is not the number of entries.
         eos_token, eos_id: the token that ends a document; both None if the vocabulary has none.
         hash: sha256 (hex) of the JSON and the end token.
