@@ -44,7 +44,7 @@ from linrnn.data.shards import (
     write_meta,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenise import RECORD, Tokenisation, split_of
+from linrnn.data.tokenise import RECORD, split_of, tokenise
 from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
 
 PARTIAL = ".partial"
@@ -150,7 +150,12 @@ def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
     source = make_source(config)
     for remark in source.remarks:
         report(Progress(remark, finished=True))
-    period = None if source.has_validation else _holdout_period(config)
+    period = None
+    if not source.has_validation:
+        if config.valid_fraction == 0:
+            cause = f"data={config.name} has no validation text of its own and data.valid_fraction is 0"
+            raise ConfigError(cause, "set data.valid_fraction (0.01, say), or name validation data")
+        period = round(1 / config.valid_fraction)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
     else:
@@ -163,17 +168,16 @@ def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
     }
-    least = 0
-    if source.text_bytes is not None:  # 8 bytes of text per token; tokens of a large vocabulary average 4 to 5
-        tokens = min(source.text_bytes // 8, config.max_tokens or source.text_bytes)
-        least = tokens * token_dtype(tokenizer.vocab_size).itemsize
+    # 8 bytes of text per token; tokens of a large vocabulary average 4 to 5.
+    least_tokens = min(source.text_bytes // 8, config.max_tokens or source.text_bytes)
+    least = least_tokens * token_dtype(tokenizer.vocab_size).itemsize
 
     def write(directory: Path) -> dict[str, Any]:
         if not tokenizer.knows_every_byte():
             lost = f"tokenizer {tokenizer.name} has no token for some bytes: characters that it does not know are lost"
             report(Progress(lost, finished=True))
         try:
-            splits = Tokenisation(directory, source, tokenizer, period, config.max_tokens, report).run()
+            splits = tokenise(directory, source, tokenizer, period, config.max_tokens, report)
         except DataError:
             if not source.remote:  # a repaired local file is another text, so nothing would continue this attempt
                 shutil.rmtree(directory, ignore_errors=True)
@@ -186,16 +190,6 @@ def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
     ends = "no end token" if tokenizer.eos_id is None else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
     which = f"tokenizer {tokenizer.name}, {ends}"
     return _open(directory, source.description, which, token_fingerprint=tokenizer.hash, tokenizer=tokenizer)
-
-
-def _holdout_period(config: TokenizedDataConfig) -> int:
-    """k, if every k-th document is held out for validation."""
-    if config.valid_fraction == 0:
-        raise ConfigError(
-            f"data={config.name} has no validation text of its own and data.valid_fraction is 0",
-            "set data.valid_fraction (0.01, say), or name validation data",
-        )
-    return round(1 / config.valid_fraction)
 
 
 def _tokenizer_trained_here(

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ class Source:
         has_validation: whether the source has its own validation documents.
         remote: whether reading may fail for a passing reason, so that a second attempt makes sense.
         remarks: lines for the user, about what is not read.
-        text_bytes: about how many bytes all documents are as plain text; None if only reading would tell.
+        text_bytes: about how many bytes all documents are as plain text; 0 if only reading would tell.
     """
 
     description: str
@@ -41,7 +40,7 @@ class Source:
     has_validation = False
     remote = False
     remarks: Sequence[str] = ()
-    text_bytes: int | None = None
+    text_bytes = 0
 
     def documents(self, split: str) -> Iterator[Document]:
         """The documents of "train", or of "valid" if the source has its own."""
@@ -96,23 +95,27 @@ class TextSource(Source):
         if not self._held_out:
             yield from self._read(split)
             return
-        total, wanted = self._characters
-        position, end = 0, total - wanted
-        for document in self._read("train"):
-            position += len(document.text)
-            if position <= end:  # before the place that parts the splits
-                if split == "train":
-                    yield document
-                continue
-            if (near := end - position + len(document.text)) > wanted // 2:  # it lies far within this document
-                cut = cut_place(document.text, near, wanted // 2)
-                parts = {"train": document.text[:cut], "valid": document.text[cut:]}
-                yield Document(parts[split], document.fraction)
-            elif split == "valid":
+        for part, document in self._parted():
+            if part == split:
                 yield document
-            if split == "train":
+            elif split == "train":
                 return
-            end = 0
+
+    def _parted(self) -> Iterator[tuple[str, Document]]:
+        """The documents with their splits. The one in which the held-out end begins is cut there, if far within."""
+        total = sum(len(document.text) for document in self._read("train"))
+        wanted = max(1, round(total * self._held_out))
+        left = total - wanted  # characters of training text
+        for document in self._read("train"):
+            if len(document.text) <= left:
+                left -= len(document.text)
+                yield "train", document
+                continue
+            cut = cut_place(document.text, left, wanted // 2) if left > wanted // 2 else 0
+            if cut:
+                yield "train", Document(document.text[:cut], document.fraction)
+            yield "valid", Document(document.text[cut:], document.fraction)
+            left = -1
 
     def _read(self, split: str) -> Iterator[Document]:
         return read_documents(self._files[split], self._text_field, self._separator)
@@ -122,12 +125,6 @@ class TextSource(Source):
         if any(map(is_text, self._files["train"])):
             return self._separator is None and len(self._files["train"]) >= round(count)
         return sum(1 for _ in islice((d for d in self._read("train") if d.text), round(count))) == round(count)
-
-    @cached_property
-    def _characters(self) -> tuple[int, int]:
-        """The characters of the text, and of its end that is to be held out."""
-        total = sum(len(document.text) for document in self._read("train"))
-        return total, max(1, round(total * self._held_out))
 
 
 class StdlibSource(Source):
