@@ -140,11 +140,7 @@ def test_muon_updates_every_replica_alike(small: Small, trained: Trained) -> Non
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
     small: Small, trained: Trained, tmp_path: Path
 ) -> None:
-    same = (
-        "schedule=constant",
-        "schedule.steps=2000",
-        "schedule.warmup_steps=0",
-    )  # of another max_steps
+    same = ("schedule=constant", "schedule.steps=2000", "schedule.warmup_steps=0")  # of another max_steps
     distributed = (*same, "parallel=ddp", "group=ddp")
     log = tmp_path / "stopped"
     ranks = start_ranks(small(*distributed, "trainer.batch_size=1", "trainer.max_steps=2000"), 4, log)

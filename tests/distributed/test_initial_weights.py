@@ -32,26 +32,22 @@ def arguments(*more: object, tmp_path: Path, ranks: int = 2) -> list[tuple]:
     return [(rank, ranks, port, *more, f"{tmp_path / 'ranks'}.{rank}") for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: overrides[0] + overrides[1])
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        *((2, case) for case in CASES),
+        (4, ["model=gla", "parallel=fsdp", "parallel.shard_ranks=2"]),
+        (4, ["model=kda", "parallel=fsdp"]),
+        (4, ["model=kda", "parallel=vocab"]),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, list) else f"{value}",
+)
 def test_weights_drawn_after_sharding_are_those_of_one_process(
-    overrides: list[str], pool: Pool, tmp_path: Path
+    ranks: int, overrides: list[str], pool: Pool, tmp_path: Path
 ) -> None:
     """Also dtypes, buffers, ties, FLA's marks on parameters, and the state of the generator."""
-    codes = pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path), seconds=60)
-    assert codes == [0, 0], output(tmp_path / "ranks", 2)
-
-
-def test_two_groups_of_two_ranks_draw_the_weights_of_one_process(pool: Pool, tmp_path: Path) -> None:
-    overrides = ["model=gla", "parallel=fsdp", "parallel.shard_ranks=2"]
-    assert pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path, ranks=4), seconds=60) == [0] * 4, output(
-        tmp_path / "ranks", 4
-    )
-
-
-@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
-def test_four_ranks_draw_the_weights_of_one_process(parallel: str, pool: Pool, tmp_path: Path) -> None:
-    codes = pool.run(compare, arguments(["model=kda", f"parallel={parallel}"], "cpu", tmp_path=tmp_path, ranks=4), 60)
-    assert codes == [0] * 4, output(tmp_path / "ranks", 4)
+    codes = pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path, ranks=ranks), seconds=60)
+    assert codes == [0] * ranks, output(tmp_path / "ranks", ranks)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,9 @@ Small = Callable[..., list[str]]
 Trained = Callable[[list[str], int], Path]
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
+TWICE, TWO_GROUPS, UNTIED = "trainer.accumulation_steps=2", "parallel.shard_ranks=2", "size.tie_embeddings=false"
+FILTERED = "loss.filter_if_faster=false"
+CHECKPOINTED = ("size.num_layers=3", "trainer.activation_checkpointing=full", "model.shared_projection_rank=32")
 TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the small models have two or three blocks
 
 
@@ -61,40 +64,13 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
 @pytest.mark.parametrize(
     ("world_size", "cut", "more"),
     [
-        (
-            2,
-            (*FSDP, "trainer.batch_size=1", "trainer.accumulation_steps=2"),
-            ("loss=standard", "size.tie_embeddings=false"),
-        ),
+        (2, (*FSDP, TWICE, "trainer.batch_size=1"), ("loss=standard", UNTIED)),
         (4, (*FSDP, "trainer.batch_size=1"), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
-        (
-            2,
-            (*FSDP, *TOGETHER, "trainer.batch_size=1", "trainer.accumulation_steps=2"),
-            (
-                *("loss=standard", "size.num_layers=3", "trainer.activation_checkpointing=full"),
-                "model.shared_projection_rank=32",
-            ),
-        ),
-        (
-            4,
-            (*FSDP, "trainer.batch_size=1", "trainer.accumulation_steps=2", "parallel.shard_ranks=2"),
-            ("model=transformer", "loss=standard"),
-        ),
-        (
-            2,
-            (*VOCAB, "trainer.batch_size=2", "trainer.accumulation_steps=2"),
-            ("loss=cce_kahan", "size.tie_embeddings=false"),
-        ),
-        (
-            4,
-            (*VOCAB, "trainer.batch_size=4"),
-            ("loss=cce_filter", "loss.filter_eps=0.001", "loss.filter_if_faster=false"),
-        ),
-        (
-            4,
-            (*VOCAB, "trainer.batch_size=2", "trainer.accumulation_steps=2", "parallel.shard_ranks=2"),
-            ("model=transformer", "loss=cce_kahan", "size.tie_embeddings=false"),
-        ),
+        (2, (*FSDP, TWICE, *TOGETHER, "trainer.batch_size=1"), ("loss=standard", *CHECKPOINTED)),
+        (4, (*FSDP, TWICE, "trainer.batch_size=1", TWO_GROUPS), ("model=transformer", "loss=standard")),
+        (2, (*VOCAB, TWICE, "trainer.batch_size=2"), ("loss=cce_kahan", UNTIED)),
+        (4, (*VOCAB, "trainer.batch_size=4"), ("loss=cce_filter", "loss.filter_eps=0.001", FILTERED)),
+        (4, (*VOCAB, TWICE, "trainer.batch_size=2", TWO_GROUPS), ("model=transformer", "loss=cce_kahan", UNTIED)),
     ],
 )
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
@@ -104,7 +80,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     batches than ranks. The checkpoint equals that of one process.
     """
     common = (*more, "data.reset_at_document=true", "trainer.valid_every=2", "size.vocab_size=515")
-    rows = 8 if "parallel.shard_ranks=2" in cut else 4
+    rows = 8 if TWO_GROUPS in cut else 4
     one, reference = one_process(small(*common, f"trainer.batch_size={rows}"))
     directory = trained(small(*common, *cut), world_size)
     assert_same_curve(directory, one)
@@ -112,7 +88,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
     for name in ("steps", "tokens", "status", "data_fingerprint", "n_parameters"):
         assert summary[name] == reference[name]
-    shards = 2 if "parallel.shard_ranks=2" in cut else world_size
+    shards = 2 if TWO_GROUPS in cut else world_size
     assert summary["memory_bytes"]["parameters"] < 1.05 * reference["memory_bytes"]["parameters"] / shards
     trained_by_one = {name: tensor.clone() for name, tensor in one.model.hf.state_dict().items()}
     load_model(found(directory / "checkpoints")[-1], one.model.hf)
@@ -125,10 +101,10 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     [
         (2, FSDP),
         (2, (*FSDP, *TOGETHER)),
-        (4, (*VOCAB, "parallel.shard_ranks=2", "size.tie_embeddings=false")),
+        (4, (*VOCAB, TWO_GROUPS, UNTIED)),
         (2, (*VOCAB, "loss=cce_filter")),
-        (2, (*VOCAB, "loss=cce_filter", "loss.filter_if_faster=false")),
-        (2, (*VOCAB, "loss=cce_filter", "loss.filter_if_faster=false", "loss.filter_mass=0.5")),
+        (2, (*VOCAB, "loss=cce_filter", FILTERED)),
+        (2, (*VOCAB, "loss=cce_filter", FILTERED, "loss.filter_mass=0.5")),
         (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0")),
     ],
 )
@@ -219,12 +195,7 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
 
 
 def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Trained) -> None:
-    same = (
-        "schedule=constant",
-        "schedule.steps=4",
-        "schedule.warmup_steps=0",
-        "size.vocab_size=515",
-    )
+    same = ("schedule=constant", "schedule.steps=4", "schedule.warmup_steps=0", "size.vocab_size=515")
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
     first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4)
     files = {
@@ -295,8 +266,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(
         (operation, mib) for mib in (0, 1) for operation in ("all_reduce", "all_gather", "reduce_scatter")
     ]
     for row in content["collectives"]:
-        times = 2 if row["operation"] == "all_reduce" else 1
-        sent = times * row["mib"] * 2**20 / 2
+        sent = (2 if row["operation"] == "all_reduce" else 1) * row["mib"] * 2**20 / 2
         assert row["gb_per_second"] == (pytest.approx(sent / row["ms"] / 1e6) if row["mib"] else None)
     [loss] = content["loss"]
     assert loss["error_hidden"] < 1e-2
