@@ -132,7 +132,7 @@ def test_the_search_for_the_largest_batch_refuses_a_budget_that_the_machine_lack
 
     has(monkeypatch, 2)
     with pytest.raises(ConfigError, match="memory_budget_gib=80 is more than"):
-        _look_ahead(small(), 80 * GIB)
+        _look_ahead(load_config(small()), 80 * GIB, 1)
 
 
 def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
