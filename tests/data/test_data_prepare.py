@@ -297,8 +297,8 @@ def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_may_lose_is_said(tmp_
     said: list[str] = []
     prepare(config, progress=lambda p: said.append(p.stage))
     left_out = f"left out of {folder}: 1 .md"
-    lost = f"tokenizer {tmp_path}/ascii.json has no token for some bytes: characters that it does not know are lost"
-    assert said[:2] == [left_out, lost]
+    assert said[0] == left_out
+    assert said[1].startswith(f"tokenizer {tmp_path}/ascii.json may lose characters of the text: it has no token for")
     prepare(config, progress=lambda p: said.append(p.stage))
     assert said[-1] == left_out, "it is not prepared again"
 

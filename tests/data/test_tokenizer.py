@@ -164,14 +164,14 @@ def test_text_without_a_token_is_an_error_that_names_the_tokenizer(
 
 
 @pytest.mark.parametrize("missing", ["", "©", "all"])
-def test_a_byte_without_a_token_is_known(missing: str) -> None:
+def test_a_tokenizer_that_may_lose_characters_is_known(missing: str) -> None:
     bpe = HfTokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = [] if missing == "all" else sorted({*pre_tokenizers.ByteLevel.alphabet()} - {missing})
     bpe.train_from_iterator(["a tea"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
-    assert Tokenizer(bpe.to_str(), "bytes").knows_every_byte() == (not missing)
+    assert Tokenizer(bpe.to_str(), "bytes").keeps_every_character() == (not missing)
     bpe.normalizer = normalizers.StripAccents()
-    assert not Tokenizer(bpe.to_str(), "accents").knows_every_byte()
+    assert not Tokenizer(bpe.to_str(), "accents").keeps_every_character()
 
 
 def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> None:
@@ -224,3 +224,4 @@ def test_published_tokenizers_keep_text_whole(file: str, vocab_size: int, eos_id
     texts = sentences(20)
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (vocab_size, eos_id)
+    assert tokenizer.keeps_every_character()

@@ -173,9 +173,9 @@ def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
     least = least_tokens * token_dtype(tokenizer.vocab_size).itemsize
 
     def write(directory: Path) -> dict[str, Any]:
-        if not tokenizer.knows_every_byte():
-            lost = f"tokenizer {tokenizer.name} has no token for some bytes: characters that it does not know are lost"
-            report(Progress(lost, finished=True))
+        if not tokenizer.keeps_every_character():
+            why = "it has no token for some bytes, or a normalizer that removes some"
+            report(Progress(f"tokenizer {tokenizer.name} may lose characters of the text: {why}", finished=True))
         try:
             splits = tokenise(directory, source, tokenizer, period, config.max_tokens, report)
         except DataError:

@@ -66,24 +66,26 @@ def find_files(paths: str | list[str], key: str, say: Callable[[str], None] = la
     found: list[Path] = []
     several = [paths] if isinstance(paths, str) else paths
     for pattern in several:
-        path, before = Path(pattern).expanduser(), len(found)
+        path = Path(pattern).expanduser()
         matches = [path] if os.path.exists(path) else _matching(path)
         if not matches:
             remedy = f"give a file, folder or glob in {key}, or a list of them"
             raise DataError(f"{key}={pattern} does not exist", remedy)
+        here: list[Path] = []
         for match in matches:
             if match.is_dir():
-                found += _in_folder(match, left_out)
-            elif match is path or not (why := _unfit(match)):
-                found.append(match)
-            else:
-                left_out[why] += 1
-        if len(found) == before:
+                here += _in_folder(match, left_out)
+            elif match is path or _fits(match, left_out):
+                here.append(match)
+        if not here:
             counted = f" ({_counted(left_out)} left out)" if left_out else ""
             remedy = f"put text, .jsonl or .parquet files there, or name the files in {key}"
             raise DataError(f"{key}={pattern} holds no data files{counted}", remedy)
-    once = {file.resolve(): file for file in reversed(found)}
-    files = [file for file in found if once[file.resolve()] is file]
+        found += here
+    once: dict[Path, Path] = {}
+    for file in found:
+        once.setdefault(file.resolve(), file)
+    files = list(once.values())
     if len(files) < len(found):
         left_out["named twice"] = len(found) - len(files)
     for file in files:
@@ -138,30 +140,29 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[tuple[Path, list[str
 
 def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
     """The data files of a folder, sorted; what is left out is counted in `left_out`."""
-    files: list[Path] = []
-    for place, names in _walk(folder, left_out):
-        for file in (place / name for name in names):
-            if why := _unfit(file):
-                left_out[why] += 1
-            else:
-                files.append(file)
+    everything = (place / name for place, names in _walk(folder, left_out) for name in names)
+    files = [file for file in everything if _fits(file, left_out)]
     if not all(map(is_text, files)):
-        beside_rows = [file for file in files if is_text(file) and _suffix(file) != ".txt"]
+        beside_rows = {file for file in files if is_text(file) and _suffix(file) != ".txt"}
         left_out.update(map(_ending, beside_rows))
-        files = list(set(files) - set(beside_rows))
+        files = [file for file in files if file not in beside_rows]
     return sorted(files)
 
 
-def _unfit(file: Path) -> str | None:
-    """Why a file of a folder or glob is left out, as a noun in plural; None if it is data."""
+def _fits(file: Path, left_out: Counter[str]) -> bool:
+    """Whether a file of a folder or glob is data. Else it is counted by the reason, a noun in plural."""
     if file.name.startswith("."):
-        return "hidden"
-    if not file.is_file():
-        return "broken links" if file.is_symlink() else "special files"
-    if file.stat().st_size == 0:
-        return "empty"
-    known = _suffix(file) == ".txt" or (_suffix(file) in ROWS and _suffix(file) != ".json")
-    return None if known or (is_text(file) and _begins_as_text(file)) else _ending(file)
+        why = "hidden"
+    elif not file.is_file():
+        why = "broken links" if file.is_symlink() else "special files"
+    elif file.stat().st_size == 0:
+        why = "empty"
+    elif _suffix(file) == ".json" or (is_text(file) and _suffix(file) != ".txt" and not _begins_as_text(file)):
+        why = _ending(file)
+    else:
+        return True
+    left_out[why] += 1
+    return False
 
 
 def _begins_as_text(file: Path) -> bool:

@@ -117,10 +117,10 @@ class Tokenizer:
         """The text of token ids, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def knows_every_byte(self) -> bool:
+    def keeps_every_character(self) -> bool:
         """Whether there is a token for each byte, and no normalizer that takes characters away before."""
         content = json.loads(self.json)
-        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled", "Replace"}
+        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled"}
         bytelevel = "ByteLevel" in _types(content.get("decoder"))
         every = pre_tokenizers.ByteLevel.alphabet() if bytelevel else [f"<0x{byte:02X}>" for byte in range(256)]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
