@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -321,9 +321,10 @@ def _check_room(cache: Path, n_bytes: int, what: str, remedy: str) -> None:
 def _remove_abandoned(cache: Path, report: Report) -> None:
     """Remove what killed preparations left. A living one writes into its directory every few seconds."""
     for partial in cache.glob(f"*{PARTIAL}"):
-        if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
-            report(Progress(f"removing {partial}, which a killed preparation left", finished=True))
-            shutil.rmtree(partial, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process has finished or removed it meanwhile
+            if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
+                report(Progress(f"removing {partial}, which a killed preparation left", finished=True))
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
