@@ -3,10 +3,12 @@
 None means that the figure cannot be known.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
@@ -70,49 +72,40 @@ def free_disk(path: Path) -> int:
 
 
 def _of_machine(root: Path) -> int | None:
-    try:
-        found = re.search(
-            r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
+    if (available := _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")) is not None:
+        return available * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
 
 
-def _left_by_cgroups(root: Path) -> list[int]:
+def _left_by_cgroups(root: Path) -> Iterator[int | None]:
     """Bytes that each memory limit leaves, from this process's cgroups up to their roots (cgroup versions 1 and 2)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    left = []
-    for line in lines:
-        _, controllers, place = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = Path(place.lstrip("/"))
-        left += [size for part in (group, *group.parents) if (size := _left(base / part, *names)) is not None]
-    return left
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, place = line.split(":", 2)
+            group = Path(place.lstrip("/"))
+            for part in (group, *group.parents):
+                if controllers == "":
+                    yield _left(root / "sys/fs/cgroup" / part, "memory.max", "memory.current", "inactive_file")
+                elif "memory" in controllers.split(","):
+                    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                    yield _left(root / "sys/fs/cgroup/memory" / part, *names)
 
 
 def _left(directory: Path, limit: str, used: str, inactive: str) -> int | None:
     """The limit minus the use. File pages that were not read lately can be dropped, so they do not count as used."""
-    try:
-        most = int((directory / limit).read_text(encoding="utf-8"))  # version 2 writes "max" for no limit
-        taken = int((directory / used).read_text(encoding="utf-8"))
-        droppable = re.search(
-            rf"^{inactive} (\d+)$", (directory / "memory.stat").read_text(encoding="utf-8"), re.MULTILINE
-        )
-    except (OSError, ValueError):
+    most, taken = _number(directory / limit), _number(directory / used)
+    if most is None or taken is None or most >= NO_LIMIT:  # version 2 writes "max" for no limit
         return None
-    return None if most >= NO_LIMIT else max(0, most - taken + (int(droppable[1]) if droppable else 0))
+    return max(0, most - taken + (_number(directory / "memory.stat", rf"^{inactive} (\d+)$") or 0))
+
+
+def _number(file: Path, pattern: str = r"(\d+)") -> int | None:
+    """The first number in a file that matches; None if there is none."""
+    try:
+        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
