@@ -1,7 +1,6 @@
 """Values of string keys are taken literally: Hydra interprets no character of a path."""
 
 import dataclasses
-import itertools
 import math
 import os
 import shutil
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -18,7 +16,6 @@ from linrnn.config.bounds import fields_of
 from linrnn.config.cli import refuse_repeated
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import COMMANDS, SCHEMAS, SweepConfig
-from linrnn.config.strings import quoted, quoted_choices, string_keys
 from linrnn.core.errors import ConfigError
 
 HOSTILE = [
@@ -86,27 +83,17 @@ def value_of(config: object, key: str) -> object:
 
 @pytest.mark.parametrize(("command", "option", "key"), keys_of_paths(), ids=lambda value: str(value))
 def test_every_key_of_a_path_takes_every_name(command: str, option: list[str], key: str) -> None:
-    assert key in string_keys(command)
+    needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
+    needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
     for name in HOSTILE:
         mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""  # which reads as a list
-        [override] = quoted([f"{key}={mark}{name}{mark}"], command)
-        assert OverridesParser.create().parse_override(override).value() == name
-
-
-def test_the_names_come_through_to_the_configuration() -> None:
-    names = itertools.cycle(HOSTILE)
-    for command, option, key in keys_of_paths():
-        needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
-        needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
-        for name in itertools.islice(names, 3):
-            if key == "model.config":  # a file that must be there, or a name of FLA's: the refusal repeats it
-                with pytest.raises(ConfigError) as refusal:
-                    load_config([*needed, f"{key}={name}"], command)
-                assert f"{key}={os.path.expanduser(name)}: " in refusal.value.cause
-                continue
-            mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""
-            found = value_of(load_config([*needed, f"{key}={mark}{name}{mark}"], command), key)
-            assert found == os.path.expanduser(name)
+        if key == "model.config":  # a file that must be there, or a name of FLA's: the refusal repeats it
+            with pytest.raises(ConfigError) as refusal:
+                load_config([*needed, f"{key}={name}"], command)
+            assert f"{key}={os.path.expanduser(name)}: " in refusal.value.cause
+            continue
+        found = value_of(load_config([*needed, f"{key}={mark}{name}{mark}"], command), key)
+        assert found == os.path.expanduser(name)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +146,10 @@ def test_the_data_of_a_command_that_reads_runs(key: str) -> None:
 @given(
     st.lists(st.sampled_from([*"aZ_9./+-", "inf", "nan", "true", "null", "1e5", "0x1", "../"]), min_size=1).map("".join)
 )
-def test_hydra_takes_every_word_of_letters_digits_and_marks_of_paths_as_it_stands(value: str) -> None:
+def test_every_word_of_letters_digits_and_marks_of_paths_is_taken_as_it_stands(value: str) -> None:
     assume(value.lower() != "null")
-    [override] = quoted([f"results_dir={value}"], "train")
-    found = OverridesParser.create().parse_override(override)
-    assert (found.value(), found.is_sweep_override()) == (value, False)
-
-
-@pytest.mark.parametrize("value", ["/tmp/res", "../my-data/v1.5+x", "./_", "c++", "/"])
-def test_a_path_of_plain_characters_needs_no_quotes(value: str) -> None:
-    assert quoted([f"results_dir={value}"], "train") == [f"results_dir={value}"]
     [point] = sweep_points(SweepConfig(name="x", overrides=[], grids=[{"seed": [0]}]), [f"results_dir={value}"])
-    assert f"results_dir={value}" in point
+    assert load_config([f"results_dir={value}"]).results_dir == load_config(point).results_dir == value
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])
@@ -257,10 +236,11 @@ def test_a_sweep_takes_several_values_and_paths_as_they_stand() -> None:
 
 
 def test_a_sweep_asks_whether_a_comma_divides_values() -> None:
+    sweep = SweepConfig(name="x", overrides=["data=text"], grids=[{"seed": [0]}])
     with pytest.raises(ConfigError, match="one value or several") as error:
-        quoted_choices(["data.path=it's,b"], "train")
+        sweep_points(sweep, ["data.path=it's,b"])
     assert "'data.path=\"a, b\",c'" in error.value.remedy
-    assert quoted_choices(["data.path='it,s',b"], "train") == ["data.path='it,s',b"]
+    assert [load_config(point).data.path for point in sweep_points(sweep, ["data.path='it,s',b"])] == ["it,s", "b"]
 
 
 def test_a_grid_s_strings_lists_and_mappings_reach_the_runs() -> None:
@@ -279,7 +259,7 @@ HEAD = "defaults: [/schema/sweep@_here_, _self_]\n\nname: broken\n"
         (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], loss: [compiled}}\n", "line 6"),
         (f"{HEAD}overrides: []\ngrids:\n\t- {{model: [gla]}}\n", "line 6"),
         (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla]}}\n  - {{model: gla}}\n", "sweep.grids[1]: "),
-        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], model: [kda]}}\n", "line 6: found duplicate key model"),
+        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], model: [kda]}}\n", "found duplicate key model"),
         (f"{HEAD}overrides: x\ngrids:\n  - {{model: [gla]}}\n", "sweep.overrides: "),
         (f"{HEAD}overrides: []\ngrid:\n  - {{model: [gla]}}\n", "there is no such key as sweep.grid"),
         (f"{HEAD}overrides: []\ngrids:\n  - {{seed: [!!python/object/apply:os.system [ls]]}}\n", "line 6"),

@@ -1,8 +1,9 @@
 """The typed configuration: its types and bounds, its composition with Hydra, the command line, and names of runs."""
 
-from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, read_config, to_yaml
+from linrnn.config.compose import CONFIG_DIR, data_for, load_config, overrides_of, read_config, to_yaml
+from linrnn.config.mistakes import nearest
 from linrnn.config.naming import identity, run_name, settings
-from linrnn.config.overrides import last_of_each, overrides_of
+from linrnn.config.overrides import last_of_each
 from linrnn.config.schema import Config
 
 __all__ = [

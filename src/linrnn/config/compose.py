@@ -17,9 +17,19 @@ import yaml
 
 from linrnn.config.bounds import expand_home, validate
 from linrnn.config.fla.names import find_fla_model, settle_fla_model
-from linrnn.config.mistakes import bad_value, broken_file, broken_yaml, nearest, unknown_key
-from linrnn.config.schema import ABOUT, COMMANDS, SCHEMAS, Config, DataConfig, FlaModelConfig, ReadingConfig
-from linrnn.config.strings import check_overrides, check_text, key_of, list_keys, parse, quoted, string_keys
+from linrnn.config.mistakes import bad_value, broken_file, nearest, unknown_key
+from linrnn.config.overrides import check_overrides, check_text, key_of, read_value, written
+from linrnn.config.schema import (
+    ABOUT,
+    COMMANDS,
+    SCHEMAS,
+    Config,
+    DataConfig,
+    FlaModelConfig,
+    ReadingConfig,
+    kind_of,
+    leaves,
+)
 from linrnn.core.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
@@ -54,7 +64,6 @@ def add_command(name: str, schema: type) -> None:
 
 def forget() -> None:
     """Forget what was composed. Needed after a change to the options that there are."""
-    string_keys.cache_clear()
     _register.cache_clear()
     _composed.cache_clear()
 
@@ -111,18 +120,10 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     """
     check_overrides(overrides)
     menu = menu_of(config_name)
-    options: dict[str, str] = {}
-    settings: list[tuple[str, Any]] = []
-    for line in quoted([override.lstrip("+") for override in overrides], config_name):
-        key, _, option = line.partition("=")
-        if key in menu:
-            check_option(key, option, menu)
-            options[key] = option
-            continue
-        override = parse(line)
-        if override.is_sweep_override():
-            raise _several_values(line, config_name)
-        settings.append((line, override.value()))
+    overrides = [override.lstrip("+") for override in overrides]
+    options = dict(override.split("=", 1) for override in overrides if key_of(override) in menu)
+    for group, option in options.items():
+        check_option(group, option, menu)
     for group, default in menu.items():
         if default == "???" and group not in options:
             raise ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options_of(group))}")
@@ -130,16 +131,10 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
         options = {group: option for group, option in options.items() if option != menu[group]}
     chosen = tuple(sorted(f"{group}={option}" for group, option in options.items() if option != "null"))
     composed = copy.deepcopy(_composed(chosen, config_name, CONFIG_DIR))
-    for line, value in settings:
-        _set(composed, line, value)
+    for override in overrides:
+        if key_of(override) not in menu:
+            _set(composed, override)
     return composed
-
-
-def _several_values(line: str, config_name: str) -> ConfigError:
-    key, _, value = line.partition("=")
-    if key in list_keys(config_name):
-        return ConfigError(f"{line}: {key} is a list", f"write a list as {key}=[{value}]")
-    return ConfigError(f"{line}: {key} takes one value", "scripts/sweep.py runs several")
 
 
 @functools.lru_cache(maxsize=512)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
@@ -164,13 +159,8 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> "
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
             composed = compose(config_name, overrides=[*options])
-    except yaml.MarkedYAMLError as error:
-        raise broken_yaml(error) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:  # a character that YAML or UTF-8 forbids
-        files = " or ".join(f"configs/{option.replace('=', '/')}.yaml" for option in options)
-        raise ConfigError(f"{files or 'a file of configs/'} is no YAML: {first_line(error)}", "correct it") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise broken_file(error, options, config_dir) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise broken_file(error, options) from error
     if "options" in (composed.get("model") or {}):
         OmegaConf.set_struct(composed.model.options, False)  # FLA knows which keys there are
     return composed
@@ -194,8 +184,8 @@ def _register(config_dir: Path) -> None:
                 store.store(group=group, name=option, node=defaults_of_option(group, option))
 
 
-def _set(composed: "DictConfig", line: str, value: Any) -> None:
-    """Set one key, as `line` says.
+def _set(composed: "DictConfig", override: str) -> None:
+    """Set one key, as `override` says.
 
     Raises:
         ConfigError: there is no such key, or the value is not of its type.
@@ -203,30 +193,32 @@ def _set(composed: "DictConfig", line: str, value: Any) -> None:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-    key = key_of(line)
-    node: Any = composed
-    owner = composed
+    key = key_of(override)
     words = key.split(".")
+    node: Any = composed
+    owner: Any = None  # the schema that has the key; None below a free mapping
     for depth, word in enumerate(words):
         above = ".".join(words[:depth])
         if node is None and above in SCHEMAS:
             raise ConfigError(
-                f"{line}: a key of a group that is not chosen", f"choose an option of the group first: {above}=NAME"
+                f"{override}: a key of a group that is not chosen", f"choose an option of the group first: {above}=NAME"
             )
         if not isinstance(node, DictConfig):
             cause = f"{key}: there is no such key, because {above} is a single value"
-            raise ConfigError(cause, f"write {above}={line.partition('=')[2]}")
+            raise ConfigError(cause, f"write {above}={override.partition('=')[2]}")
         if not OmegaConf.is_struct(node):
+            owner = None
             break
         if word not in node.keys():  # noqa: SIM118  a mandatory key is no member before it has a value
-            raise unknown_key(key, OmegaConf.to_container(composed))
-        owner, node = node, None if OmegaConf.is_missing(node, word) else node[word]
+            raise unknown_key(key, cast(dict[str, Any], OmegaConf.to_container(composed)))
+        owner, node = OmegaConf.get_type(node), None if OmegaConf.is_missing(node, word) else node[word]
+    value = read_value(override, kind_of(owner, words[-1]))
     try:
         OmegaConf.update(composed, key, value, merge=True)
     except (ConfigKeyError, ConfigAttributeError) as error:  # in a value such as {mode:offline}
-        raise unknown_key(error.full_key or key, OmegaConf.to_container(composed)) from error
+        raise unknown_key(error.full_key or key, cast(dict[str, Any], OmegaConf.to_container(composed))) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise bad_value(line, value, OmegaConf.get_type(owner), error) from error
+        raise bad_value(override, value, owner, error) from error
 
 
 # ------------------------------------------------------------------------------------------ typed configurations
@@ -339,17 +331,18 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
+def overrides_of(config: Config) -> list[str]:
+    """The shortest list of overrides for which :func:`load_config` returns `config`."""
+    menu = menu_of()
+    values = dict(leaves(dataclasses.asdict(config)))
+    named = {field.name: values.get(f"{field.name}.name") for field in dataclasses.fields(Config) if field.name in menu}
+    chosen = [f"{group}={name}" for group, name in named.items() if name not in (None, menu[group])]
+    defaults = values_under(chosen)
+    return [*chosen, *(written(k, v) for k, v in values.items() if k not in defaults or v != defaults[k])]
+
+
 def values_under(options: Sequence[str]) -> dict[str, Any]:
     """Every key with its value under these options of the groups. A key without a default has "???"."""
     from omegaconf import OmegaConf
 
     return dict(leaves(cast(dict[str, Any], OmegaConf.to_container(compose_config(options)))))
-
-
-def leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dictionaries as (dotted key, value)."""
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from linrnn.config.compose import options_of
-from linrnn.config.overrides import override_value
+from linrnn.config.overrides import is_quoted, parse, unreadable_word, written
 from linrnn.config.schema import SweepConfig
-from linrnn.config.strings import parse, quoted, quoted_choices
 from linrnn.core.errors import ConfigError
 
 HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
@@ -29,13 +28,13 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     Raises:
         ConfigError: an override cannot be read, or no point is left.
     """
-    chosen = dict(map(_choices, quoted_choices(overrides, "train")))
+    chosen = dict(map(_choices, overrides))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
         del chosen["experiment"]  # the sweep's own is dropped above; Hydra has no override that means "none"
     points: dict[tuple[str, ...], None] = {}
     for grid in sweep.grids:
-        axes = {key: [f"{key}={override_value(value)}" for value in values] for key, values in grid.items()}
+        axes = {key: [written(key, value) for value in values] for key, values in grid.items()}
         crossed = itertools.product(*(axes | _fitting(grid, chosen)).values())
         points |= {(*shared, *sorted(point, key=_groups_first)): None for point in crossed}
     if sweep.name == FROM_COMMAND_LINE and not any(len(values) > 1 for values in chosen.values()):
@@ -49,22 +48,32 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
             f"sweep={sweep.name} has no point{' with ' * bool(overrides)}{' '.join(overrides)}",
             "choose among the values of its grids" if overrides else "give its grids a value for every key",
         )
-    return [quoted(point, "train") for point in points]
+    return [list(point) for point in points]
 
 
 def _choices(line: str) -> tuple[str, list[str]]:
-    """The key of an override, and one override for each of its values.
+    """The key of an override, and one override for each of its values. What Hydra cannot read is one value.
 
     Raises:
-        ConfigError: the override cannot be read, its values cannot be listed (`interval(0,1)`), or there are more than
-            MAX_VALUES.
+        ConfigError: there is no key, a comma may or may not divide values, they cannot be listed (`interval(0,1)`), or
+            there are more than MAX_VALUES.
     """
     from hydra.errors import HydraException
 
-    override = parse(line, HOW_TO_WRITE)
+    key, equals, value = line.partition("=")
+    if not equals:
+        raise unreadable_word(line, HOW_TO_WRITE)
+    try:
+        override = parse(line)
+    except ConfigError as error:
+        if value.startswith(("[", "{")):
+            raise
+        if "," in value and not is_quoted(value):
+            remedy = f"quote each for Hydra, all for the shell: '{key}=\"a, b\",c'"
+            raise ConfigError(f"{line}: one value or several?", remedy) from error
+        return key, [line]
     if not override.is_sweep_override():
-        return line.split("=", 1)[0], [line]
-    key = override.get_key_element()
+        return key, [line]
     try:
         values = list(itertools.islice(override.sweep_string_iterator(), MAX_VALUES + 1))
     except (HydraException, ValueError) as error:
@@ -80,7 +89,7 @@ def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[s
     If the grid sets keys below a group, it takes only those options of the group that it has itself.
     """
     roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
-    own = {root: {f"{root}={override_value(value)}" for value in grid[root]} for root in roots}
+    own = {root: {written(root, value) for value in grid[root]} for root in roots}
     return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}
 
 

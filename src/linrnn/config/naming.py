@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from linrnn.config.compose import leaves, menu_of, values_under
-from linrnn.config.schema import Config, HubDataConfig
+from linrnn.config.compose import menu_of, values_under
+from linrnn.config.schema import Config, HubDataConfig, leaves
 from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 
 # Operational keys say how a run is watched, stored and ended. They do not change what it computes until its end.

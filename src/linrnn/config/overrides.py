@@ -1,23 +1,80 @@
-"""Turn a configuration back into the command line that makes it."""
+"""Read and write overrides: refuse what no configuration may do, read values with Hydra's grammar, write them back.
+
+A configuration may not run code, read the environment, or reach Hydra's own machinery. Configurations also come from
+other people's files: a run's config.yaml, or names of model and size in a summary. Values are therefore only values. A
+model, a loss or a data source is looked up by name in a registry. Nothing is imported or called by its name, and
+nothing is resolved. A sweep's settings for a cluster come only from the command line, and submitit checks them.
+
+Hydra reads values as numbers, lists, mappings and functions. It cannot read a path such as `it's [mine], 50%`, and
+would turn `1e5` into 100000.0. The value of a key that holds a string is therefore taken as it stands.
+"""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_origin
 
-from linrnn.config.compose import leaves, menu_of, values_under
-from linrnn.config.schema import Config
-from linrnn.config.strings import in_quotes, quoted
+from linrnn.config.schema import SCHEMAS, TextDataConfig
+from linrnn.core.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
+HOW_TO_WRITE = "write overrides as key=value or group=option"
+_KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_OPTION = re.compile(r"(?!.*\.\.)[\w.-]*", re.ASCII)
+_RESOLVER = "${"
+_PATHS = {f"data.{field.name}" for field in dataclasses.fields(TextDataConfig) if "several" in field.metadata}
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
 
-def overrides_of(config: Config) -> list[str]:
-    """The shortest list of overrides for which `linrnn.config.load_config` returns `config`."""
-    menu = menu_of()
-    values = dict(leaves(dataclasses.asdict(config)))
-    named = {field.name: values.get(f"{field.name}.name") for field in dataclasses.fields(Config) if field.name in menu}
-    chosen = [f"{group}={name}" for group, name in named.items() if name not in (None, menu[group])]
-    defaults = values_under(chosen)
-    changed = [(key, value) for key, value in values.items() if key not in defaults or value != defaults[key]]
-    return [*chosen, *quoted([f"{key}={_text(value)}" for key, value in changed], "train")]
+def check_text(text: str) -> None:
+    """Reject values that would be computed (`${oc.env:HOME}`).
+
+    Raises:
+        ConfigError: the text holds such a value.
+    """
+    if _RESOLVER in text:
+        line = next(line.strip() for line in text.splitlines() if _RESOLVER in line)
+        raise ConfigError(f"{line}: values are not computed", "write the value itself, without ${")
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Reject overrides that do more than set a key's value or choose an option of a group.
+
+    Raises:
+        ConfigError: an override does more.
+    """
+    for override in overrides:
+        check_text(override)
+        prefixed, equals, value = override.partition("=")
+        key = prefixed.lstrip("+~")
+        if re.match(r"hydra\b", key):
+            raise ConfigError(
+                f"{override}: Hydra's own keys are not for runs", "scripts/sweep.py takes hydra/launcher=…"
+            )
+        if prefixed.startswith("~"):
+            raise ConfigError(
+                f"{override}: no key can be removed", f"leave it out, or write {key}=null where null is allowed"
+            )
+        if not equals or not _KEY.fullmatch(prefixed):
+            raise unreadable_word(override)
+        if key in {*SCHEMAS, "experiment"} and not _OPTION.fullmatch(value):
+            raise ConfigError(f"{override}: options are names", f"choose one by {key}=NAME; --help lists them")
+
+
+def unreadable_word(override: str, how_to_write: str = HOW_TO_WRITE) -> ConfigError:
+    """The error for an override that is no `key=value`. A word without `=` may be the rest of a value with spaces."""
+    quotes = "" if "=" in override else "; a value with spaces needs quotes: 'key=two words'"
+    return ConfigError(f"{override!r} cannot be read", how_to_write + quotes)
+
+
+def key_of(override: str) -> str:
+    """The key that an override sets, or the group whose option it chooses; empty if it is neither."""
+    key, equals, _ = override.partition("=")
+    return key.lstrip("+") if equals else ""
 
 
 def last_of_each(overrides: Sequence[str]) -> list[str]:
@@ -26,26 +83,75 @@ def last_of_each(overrides: Sequence[str]) -> list[str]:
     return [overrides[position] for position in sorted(last.values())]
 
 
-def override_value(value: Any) -> str:
-    """A value as the right-hand side of an override."""
+# ----------------------------------------------------------------------------------------------------------- read
+@functools.lru_cache(maxsize=4096)  # the points of a sweep share most of their overrides
+def parse(line: str) -> "Override":
+    """An override as Hydra reads it.
+
+    Raises:
+        ConfigError: it cannot be read. The remedy says how to write it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(line)
+    except (HydraException, ValueError, RecursionError) as error:
+        key, equals, value = line.partition("=")
+        if equals and value.startswith(("[", "{")):
+            raise ConfigError(f"{line!r} cannot be read", HOW_TO_QUOTE.replace("KEY", key)) from error
+        if isinstance(error, HydraException):
+            raise unreadable_word(line) from error
+        raise ConfigError(first_line(error), HOW_TO_WRITE) from error
+
+
+def read_value(override: str, kind: Any) -> Any:
+    """The value that an override gives to a key.
+
+    Args:
+        kind: the key's type. A string needs no quotes; in quotes it is what Hydra reads in them.
+
+    Raises:
+        ConfigError: it cannot be read, or holds several values.
+    """
+    key, _, text = override.partition("=")
+    in_brackets = key in _PATHS and text.startswith("[") and text.endswith("]")
+    if kind is str and text.lower() != "null" and not in_brackets and not is_quoted(text):
+        return text
+    parsed = parse(override)
+    if not parsed.is_sweep_override():
+        return parsed.value()
+    if get_origin(kind) is list:
+        raise ConfigError(f"{override}: {key} is a list", f"write a list as {key}=[{text}]")
+    raise ConfigError(f"{override}: {key} takes one value", "scripts/sweep.py runs several")
+
+
+def is_quoted(text: str) -> bool:
+    """Whether all of a value stands in one pair of quotes."""
+    return _QUOTED.fullmatch(text) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- write
+def written(key: str, value: Any) -> str:
+    """The override that gives a key this value. A string never reads as `null`, as a list, as several or as quoted."""
+    odd = isinstance(value, str) and (value.lower() == "null" or "," in value or value.startswith(("'", '"', "[")))
+    return f"{key}={_entry(value) if odd else _written(value)}"
+
+
+def _written(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{','.join(map(_item, value))}]"
+        return f"[{','.join(map(_entry, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_item(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{_entry(item)}' for key, item in value.items())}}}"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _text(value: Any) -> str:
-    """As :func:`override_value`, but a string never reads as `null`, a list or already quoted."""
-    if isinstance(value, str) and (value.lower() == "null" or value[:1] in "'\"["):
-        return _item(value)
-    return override_value(value)
-
-
-def _item(value: Any) -> str:
+def _entry(value: Any) -> str:
     """An entry of a list or mapping. Strings are quoted, because only quotes tell them from numbers."""
-    if isinstance(value, str):
-        return in_quotes(value)
-    return override_value(value)
+    if not isinstance(value, str):
+        return _written(value)
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=value, quote=Quote.single).with_quotes()

@@ -5,9 +5,12 @@ checks the bounds. The files of configs/ choose options (the menu train.yaml, ex
 of model, size and data their values. They repeat no default.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 from linrnn.core.errors import ConfigError
 
@@ -787,3 +790,21 @@ ABOUT: dict[tuple[str, str], str] = {
 
 # The models that take `model.shared_projection_rank`.
 SHARING = tuple(name for name, schema in SCHEMAS["model"].items() if schema is ProjectedModelConfig)
+
+
+def kind_of(schema: Any, name: str) -> Any:
+    """The type of a dataclass's field, without None; str for one that holds paths; None if there is no such field."""
+    fields = {one.name: one for one in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else {}
+    if name not in fields or "several" in fields[name].metadata:
+        return str if name in fields else None
+    kind = get_type_hints(schema)[name]
+    return next(iter(set(get_args(kind)) - {NoneType})) if isinstance(kind, UnionType) else kind
+
+
+def leaves(nested: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested dictionaries as (dotted key, value)."""
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

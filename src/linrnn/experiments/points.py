@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
-from linrnn.config.compose import leaves
 from linrnn.config.naming import HORIZON, paths
-from linrnn.config.schema import Config
+from linrnn.config.schema import Config, leaves
 from linrnn.config.steps import CONSTANT, ending_at
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments

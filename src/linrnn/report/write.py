@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import load_config
+from linrnn.config.overrides import written
 from linrnn.config.schema import ReportConfig
-from linrnn.config.strings import quoted
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.plot_style import save
@@ -108,8 +108,8 @@ def make_report(config: ReportConfig) -> list[Path]:
 def _command(config: ReportConfig) -> str:
     """The command that makes this report again: the group or summary, and every other key that has no default value."""
     defaults, values = (dataclasses.asdict(one) for one in (load_config([], "report"), config))
-    changed = [f"{key}={value}" for key, value in values.items() if value != defaults[key]]
-    return shlex.join(["python", "scripts/report.py", *quoted(changed, "report")])
+    changed = [written(key, value) for key, value in values.items() if value != defaults[key]]
+    return shlex.join(["python", "scripts/report.py", *changed])
 
 
 def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 
-from linrnn.config.compose import nearest
+from linrnn.config import nearest
 from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.core.output import say
