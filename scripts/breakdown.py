@@ -1,5 +1,6 @@
 """Measure where a step's memory and time go: `python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan`."""
 
+import dataclasses
 from pathlib import Path
 
 from linrnn.config import load_config, run_name
@@ -9,7 +10,7 @@ from linrnn.core.files import write_json, write_text
 
 
 def main(config: BreakdownConfig, overrides: list[str]) -> None:
-    from linrnn.experiments.breakdown import check_parts, markdown, measure, to_json
+    from linrnn.experiments.breakdown import check_parts, markdown, measure
     from linrnn.models import tuning
     from linrnn.training.trainer import Trainer
 
@@ -21,7 +22,7 @@ def main(config: BreakdownConfig, overrides: list[str]) -> None:
         breakdown = measure(trainer, name, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / f"{name}.json", to_json(breakdown))
+    write_json(directory / f"{name}.json", dataclasses.asdict(breakdown))
     write_text(directory / f"{name}.md", markdown(breakdown))
     print(markdown(breakdown))
     print(f"wrote {directory / name}.json and .md")

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,8 @@ from torch import nn
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import ConfigError
-from linrnn.costs import (
-    loss_traffic,
-    recurrent_state_bytes,
-)
-from linrnn.experiments.breakdown import (
-    SCAN,
-    assemble,
-    check_parts,
-    markdown,
-    measure,
-    sum_of_inputs,
-    to_json,
-    with_scan,
-)
+from linrnn.costs import loss_traffic, recurrent_state_bytes
+from linrnn.experiments.breakdown import SCAN, assemble, check_parts, markdown, measure, sum_of_inputs, with_scan
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
@@ -169,7 +157,7 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: p
         assert float(inner[2]) < float(mixer[2])
     assert "| host |" in text
     assert [step.keys() == breakdown.steps[0].keys() for step in breakdown.steps] == [True, True]
-    share = shares_of_step(to_json(breakdown))["mlp"]
+    share = shares_of_step(asdict(breakdown))["mlp"]
     assert f"| {share.value:.1%} ({share.low:.1%} to {share.high:.1%}) |" in next(
         line for line in text.splitlines() if line.startswith("| mlp |")
     )

@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from linrnn.models.architecture import Architecture
 from linrnn.models.language_model import compute_dtype
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
-from linrnn.runs.intervals import Estimate
 from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
@@ -39,6 +38,7 @@ FLOPS_OF = {
 }
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
+STATE = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass
@@ -57,8 +57,7 @@ class Breakdown:
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
         peak_flops_per_second: the device's peak; null if unknown.
-        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds; empty
-            if the medians alone were kept.
+        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds.
     """
 
     run: dict[str, Any]
@@ -71,7 +70,7 @@ class Breakdown:
     mfu_6n: float | None
     hardware_utilisation: float | None
     peak_flops_per_second: float | None
-    steps: list[dict[str, float]] = field(default_factory=list)
+    steps: list[dict[str, float]]
 
 
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
@@ -150,13 +149,17 @@ def assemble(
     """
     config, trainer = plan.config, plan.config.trainer
     compute = compute_dtype(plan.precision).itemsize
-    n_tokens = trainer.batch_size * trainer.seq_len
-    step = median(times, "step")
-    flops = kernel_flops(plan, arch)
-    device = device_name(plan.device)
+    step, flops, device = median(times, "step"), kernel_flops(plan, arch), device_name(plan.device)
     peak = costs.peak_flops_per_second(device, plan.precision)
-    traffic = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
+    n_tokens = trainer.batch_size * trainer.seq_len
+    of_loss = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
+    of_optimizer = costs.optimizer_traffic(arch, config.optimizer, plan.precision)
     times = [with_scan(seconds) for seconds in times]
+    by_component = None
+    if flops is not None:
+        passes = dict(zip(PASSES, (flops.forward, flops.backward, flops.recomputed), strict=True))
+        by_component = {name: {pass_: of.get(name, 0) for pass_, of in passes.items()} for name in flops.forward}
+        by_component["optimizer"] = {"update": flops.update}
     return Breakdown(
         run={
             **names_of_run(config, name, world_size=1),
@@ -166,29 +169,16 @@ def assemble(
             "vocab_size": arch.vocab_size,
         },
         environment=describe_environment(),
-        memory=_memory(plan, arch, measured, saved, compute),
+        memory=_memory(plan, arch, measured, saved),
         time={
-            **{
-                part: {pass_: median(times, f"{part}/{pass_}") for pass_ in PASSES}
-                for part in (*TIMED, PROJECTIONS, SCAN)
-            },
+            **{part: {one: median(times, f"{part}/{one}") for one in PASSES} for part in (*TIMED, PROJECTIONS, SCAN)},
             **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
         },
-        flops=None
-        if flops is None
-        else {
-            component: {
-                "forward": flops.forward[component],
-                "backward": flops.backward[component],
-                "recomputed": flops.recomputed.get(component, 0),
-            }
-            for component in flops.forward
-        }
-        | {"optimizer": {"update": flops.update}},
+        flops=by_component,
         traffic={
-            "loss": traffic
-            and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], traffic, strict=True)},
-            "optimizer": _total(costs.optimizer_traffic(arch, config.optimizer, plan.precision)),
+            "loss": of_loss
+            and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], of_loss, strict=True)},
+            "optimizer": None if of_optimizer is None else {"total": of_optimizer},
         },
         **costs.mfu(
             arch,
@@ -213,10 +203,6 @@ def with_scan(seconds: dict[str, float]) -> dict[str, float]:
     return seconds | left
 
 
-def _total(size: int | None) -> dict[str, int] | None:
-    return None if size is None else {"total": size}
-
-
 def median(times: Iterable[dict[str, float]], name: str) -> float | None:
     """The median over the steps that have `name`; None if no step has it."""
     values = [entry[name] for entry in times if name in entry]
@@ -224,17 +210,15 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
 
 
 def _memory(
-    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int], compute: int
+    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int]
 ) -> dict[str, dict[str, int | None]]:
     estimate, trainer = plan.memory_estimate(arch), plan.config.trainer
     formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
-    per_layer = costs.recurrent_state_bytes(arch, trainer.batch_size, trainer.seq_len, compute)
-    rows: dict[str, tuple[int | None, int | None]] = {
-        name: (measured.get(name), formula.get(name))
-        for name in ("parameters", "gradients", "optimizer", "activations")
-    }
+    itemsize = compute_dtype(plan.precision).itemsize
     residual = saved.get("norms", 0) + saved.get("other", 0)
-    rows |= {
+    per_layer = costs.recurrent_state_bytes(arch, trainer.batch_size, trainer.seq_len, itemsize)
+    rows: dict[str, tuple[int | None, int | None]] = {
+        **{name: (measured.get(name), formula.get(name)) for name in STATE},
         "activations/workspaces": (None, formula.get("activations/workspaces")),
         "activations/weight_copies": (saved.get("weight_copies", 0), formula.get("activations/weight_copies")),
         "activations/embedding": (saved.get("embedding", 0), None),
@@ -244,9 +228,7 @@ def _memory(
         "activations/loss_inputs": (None, formula.get("activations/loss_inputs")),
         "recurrent_states/one_layer": (None, per_layer),
         "loss_saved": (saved.get("loss", 0), None),
-        "loss_forward": (measured.get("loss_forward"), formula.get("loss_forward")),
-        "loss_backward": (measured.get("loss_backward"), formula.get("loss_backward")),
-        "peak": (measured.get("peak"), formula.get("peak")),
+        **{name: (measured.get(name), formula.get(name)) for name in ("loss_forward", "loss_backward", "peak")},
         "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
     }
     if "resident_peak" in measured:
@@ -257,13 +239,8 @@ def _memory(
 # ------------------------------------------------------------------------------------------------------- for people
 def markdown(b: Breakdown) -> str:
     """The breakdown as Markdown tables."""
-    lines = [*_heading(b), *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b)]
-    return "\n".join(lines) + "\n"
-
-
-def _heading(b: Breakdown) -> list[str]:
     run = b.run
-    return [
+    heading = [
         f"# {run['run_name']}: where memory and time go",
         "",
         f"{run['device']}, {run['precision']}, B = {run['batch_size']}, T = {run['seq_len']}, "
@@ -271,11 +248,11 @@ def _heading(b: Breakdown) -> list[str]:
         f"optimizer {run['optimizer']}",
         "",
     ]
+    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b)]) + "\n"
 
 
 def _memory_lines(b: Breakdown) -> list[str]:
-    rows = []
-    peak = b.memory["peak"]["measured"]
+    rows, peak = [], b.memory["peak"]["measured"]
     for name, row in b.memory.items():
         share = row["measured"] / peak if peak and row["measured"] is not None else None
         rows.append((name, show(row["measured"], ".3f", GIB), show(row["formula"], ".3f", GIB), show(share, ".1%")))
@@ -291,23 +268,39 @@ def _memory_lines(b: Breakdown) -> list[str]:
 
 
 def _time_lines(b: Breakdown) -> list[str]:
-    rows = []
     step = b.time["step"]["total"]
     timed = seconds_of_steps({"time": b.time, "steps": b.steps})
-    shares = {part: share_of_step(timed, part) for part in (*b.time, REST) if part in timed[0] and part != "step"}
-    for part in TIMED:
-        rows.append(_time_cells(b, part, part, shares))
-        inner = [name for name in (PROJECTIONS, SCAN) if part == "mixer" and name in b.time]
-        rows += [_time_cells(b, name, f"of it {name.removeprefix('mixer/')}", shares) for name in inner]
-    totals = {"optimizer": b.time["optimizer"]["total"], REST: median(timed, REST), "step": step}
-    if "host" in b.time:
-        totals["host"] = b.time["host"]["total"]
-    for name, spent in totals.items():
-        share = spent / step if step and spent is not None else None
-        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {_share(shares, name, share)}", "", ""))
-    columns = (
-        *("time", "forward, ms", "backward, ms", "recomputed, ms", "share of the step", "TFLOP/s"),
-        "share of the peak rate",
+
+    def share(part: str, otherwise: float | None) -> str:
+        """Of the step, with the 90 % interval over the timed steps, or another figure without one."""
+        found = share_of_step(timed, part) if part in timed[0] and part != "step" else None
+        if found is None or found.low is None:
+            return show(otherwise, ".1%")
+        return f"{found.value:.1%} ({found.low:.1%} to {found.high:.1%})"
+
+    rows: list[tuple[str, ...]] = []
+    for part in ("embedding", "norms", "mixer", PROJECTIONS, SCAN, "mlp", "loss"):
+        total = sum(value or 0 for value in b.time[part].values())
+        of_part = sum(sum(b.flops[component].values()) for component in FLOPS_OF.get(part, ())) if b.flops else 0
+        rate = of_part / total if of_part and total else None
+        rows.append(
+            (
+                part if part in TIMED else f"of it {part.removeprefix('mixer/')}",
+                *(show(b.time[part][pass_], ".2f", 1e-3) for pass_ in PASSES),
+                share(part, total / step if step else None),
+                "-" if rate is None else _digits(rate / 1e12),
+                show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"),
+            )
+        )
+    for name in ("optimizer", REST, "step", "host"):
+        spent = median(timed, REST) if name == REST else b.time[name]["total"]
+        of_step = share(name, spent / step if step and spent is not None else None)
+        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {of_step}", "", ""))
+    passes = (f"{pass_}, ms" for pass_ in PASSES)
+    columns = ("time", *passes, "share of the step", "TFLOP/s", "share of the peak rate")
+    intervals = (
+        f" Shares with an interval: the median over {len(b.steps)} steps of one process, and Student's 90 % interval "
+        "of the mean, which one slow step widens."
     )
     return [
         *Table(columns, rows, words=("time",)).markdown(),
@@ -315,75 +308,40 @@ def _time_lines(b: Breakdown) -> list[str]:
         f"MFU {show(b.mfu, '.1%')} (the products that the model's definition needs), {show(b.mfu_6n, '.1%')} by 6N, "
         f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
         "A part's time is the device's between entering and leaving it, gaps included; what the CPU "
-        "does between steps is in none of these times."
-        + (
-            f" Shares with an interval: the median over {len(b.steps)} steps of one process, and Student's 90 % "
-            "interval of the mean, which one slow step widens."
-            if len(b.steps) > 1
-            else ""
-        ),
-        *_remarks_on_time(b),
-        "",
-    ]
-
-
-def _remarks_on_time(b: Breakdown) -> list[str]:
-    """What the parts of a mixer are, and what the host's time is. Older breakdowns have neither."""
-    if "host" not in b.time:
-        return []
-    return [
+        f"does between steps is in none of these times.{intervals if len(b.steps) > 1 else ''}",
         "",
         "projections: the mixers' linear layers. scan: everything else in the mixers, which is the recurrence or the "
         "attention, convolutions, gates and norms. host: until the CPU had given the device all work of the step. "
         "Where that is close to the whole step, the parts hold gaps in which the device waits.",
+        "",
     ]
-
-
-def _share(shares: dict[str, Estimate], part: str, otherwise: float | None) -> str:
-    """A part's share of the step with its 90 % interval over the timed steps, or another figure without one."""
-    share = shares.get(part)
-    if share is None or share.low is None:
-        return show(otherwise, ".1%")
-    return f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
-
-
-def _time_cells(b: Breakdown, part: str, title: str, shares: dict[str, Estimate]) -> tuple[str, ...]:
-    """A part's line: its title, its passes in ms, its share of the step, its rate."""
-    step, row = b.time["step"]["total"], b.time[part]
-    total = sum(value or 0 for value in row.values())
-    rate = _rate(b, part, total)
-    cells = [show(row[pass_], ".2f", 1e-3) for pass_ in PASSES]
-    cells += [
-        _share(shares, part, total / step if step else None),
-        "-" if rate is None else _digits(rate / 1e12),
-    ]
-    cells.append(show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"))
-    return (title, *cells)
 
 
 def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
     of_parts = b.flops or {}
-    total_flops = sum(sum(row.values()) for row in of_parts.values())
+    total = sum(sum(row.values()) for row in of_parts.values())
     rows = [
-        (component, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total_flops:.1%}")
-        for component, flops in of_parts.items()
-        if component != "optimizer"
+        (name, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total:.1%}")
+        for name, flops in of_parts.items()
+        if name != "optimizer"
     ]
     if update := of_parts.get("optimizer", {}).get("update"):
-        rows.append((f"optimizer: {update:.3e}", "", "", "", f"{update / total_flops:.1%}"))
+        rows.append((f"optimizer: {update:.3e}", "", "", "", f"{update / total:.1%}"))
     if b.flops is None:
         rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
     columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
-    loss = b.traffic["loss"]
+    loss, optimizer = b.traffic["loss"], b.traffic["optimizer"]
     unknown = "depends on the data" if b.run["loss"] in FORMULAS_OF_LOSSES else "unknown: no formulas"
     cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
-    moved = b.traffic["optimizer"]
-    traffic = [("loss", *cells), ("optimizer", "", _digits(moved["total"] / 1e9) if moved else "unknown: no formulas")]
+    of_optimizer = _digits(optimizer["total"] / 1e9) if optimizer else "unknown: no formulas"
     by_formula = "HBM traffic by formula"
+    traffic = Table(
+        (by_formula, "forward, GB", "backward, GB"), [("loss", *cells), ("optimizer", "", of_optimizer)], (by_formula,)
+    )
     return [
         *Table(columns, rows, words=columns[:1]).markdown(),
         "",
-        *Table((by_formula, "forward, GB", "backward, GB"), traffic, words=(by_formula,)).markdown(),
+        *traffic.markdown(),
         "",
         "Traffic is not measured: the counters for it need Nsight Compute and permission to read them.",
         "",
@@ -393,15 +351,3 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
 def _digits(value: float) -> str:
     """Two decimals, or three digits if a small model's figure would be 0.00."""
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
-
-
-def to_json(b: Breakdown) -> dict[str, Any]:
-    """The whole breakdown, JSON-ready."""
-    return asdict(b)
-
-
-def _rate(b: Breakdown, part: str, seconds: float) -> float | None:
-    """FLOP/s of a part, including what it computes again."""
-    if b.flops is None or part not in FLOPS_OF or not seconds:
-        return None
-    return sum(sum(b.flops[component].values()) for component in FLOPS_OF[part]) / seconds
