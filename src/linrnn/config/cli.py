@@ -151,11 +151,10 @@ def refuse_bare_paths(arguments: Sequence[str], config_name: str) -> None:
     Raises:
         ConfigError: an argument is such a path, and the command has a key for it.
     """
-    own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
-    key = next((key for key in KEYS_OF_PATHS if key in own_keys), None)
+    keys = [key for key in KEYS_OF_PATHS if key in _own_keys(config_name)]
     paths = [argument for argument in arguments if "=" not in argument and os.path.exists(argument)]
-    if key and paths:
-        raise ConfigError(f"{paths[0]} stands without its key", f"did you mean {key}={paths[0]}?")
+    if keys and paths:
+        raise ConfigError(f"{paths[0]} stands without its key", f"did you mean {keys[0]}={paths[0]}?")
 
 
 def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:
@@ -164,26 +163,29 @@ def refuse_misspelt(overrides: Sequence[str], config_name: str) -> None:
     Raises:
         ConfigError: as for `job=2` of a command with the key `jobs`.
     """
-    own_keys = sorted(field.name for field in dataclasses.fields(COMMANDS[config_name]))
-    of_runs = {field.name for field in dataclasses.fields(COMMANDS["train"])} | menu_of().keys()
+    of_runs = _own_keys("train") | menu_of().keys()
     for root in map(_root, overrides):
-        if root not in of_runs and (likely := difflib.get_close_matches(root, own_keys, n=1, cutoff=0.75)):
+        likely = difflib.get_close_matches(root, sorted(_own_keys(config_name)), n=1, cutoff=0.75)
+        if root not in of_runs and likely:
             raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
+
+
+def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
+    """Split overrides into those of the command's own keys, those of Hydra, and those of the runs that it makes."""
+    parts: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for override in overrides:
+        root = _root(override)
+        parts[0 if root in _own_keys(config_name) else 1 if root == "hydra" else 2].append(override)
+    return parts
+
+
+def _own_keys(config_name: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(COMMANDS[config_name])}
 
 
 def _root(override: str) -> str:
     """The first word of an override's key."""
     return re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
-
-
-def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str], list[str]]:
-    """Split overrides into those of the command's own keys, those of Hydra, and those of the runs that it makes."""
-    own_keys = {field.name for field in dataclasses.fields(COMMANDS[config_name])}
-    parts: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for override in overrides:
-        root = _root(override)
-        parts[0 if root in own_keys else 1 if root == "hydra" else 2].append(override)
-    return parts
 
 
 def _guarded(action: Callable[[], int | None]) -> int:
@@ -195,7 +197,8 @@ def _guarded(action: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except LinrnnError as error:
-        return _report(error)
+        _report(error.cause, error.remedy)
+        return error.exit_code
     except KeyboardInterrupt:
         say("interrupted", sys.stderr)
         return 128 + signal.SIGINT
@@ -203,9 +206,13 @@ def _guarded(action: Callable[[], int | None]) -> int:
         drop_output(sys.stdout)
         return 128 + signal.SIGPIPE
     except Exception as error:
-        if (known := _known(error)) is not None:
-            return _report(known)
-        return _report_bug(error)
+        known = _known(error)
+        if known is None:
+            remedy = "this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback"
+            _report(described(error), remedy, "unexpected error")
+            return 1
+        _report(known.cause, known.remedy)
+        return known.exit_code
 
 
 def _check_working_directory() -> None:
@@ -235,25 +242,10 @@ def _known(error: Exception) -> LinrnnError | None:
     return None
 
 
-def _report(error: LinrnnError) -> int:
-    _traceback()
-    say(f"error: {one_line(error.cause)}\n  -> {one_line(error.remedy)}", sys.stderr)
-    return error.exit_code
-
-
-def _report_bug(error: Exception) -> int:
-    _traceback()
-    say(
-        f"unexpected error: {one_line(described(error))}\n"
-        "  -> this is a bug in linrnn or a library; HYDRA_FULL_ERROR=1 shows the traceback",
-        sys.stderr,
-    )
-    return 1
-
-
-def _traceback() -> None:
+def _report(cause: str, remedy: str, what: str = "error") -> None:
     if os.environ.get("HYDRA_FULL_ERROR"):
         say(scrub(traceback.format_exc()), sys.stderr)
+    say(f"{what}: {one_line(cause)}\n  -> {one_line(remedy)}", sys.stderr)
 
 
 def one_line(text: str) -> str:

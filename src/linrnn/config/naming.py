@@ -13,8 +13,9 @@ from linrnn.config.compose import menu_of, values_under
 from linrnn.config.schema import Config, HubDataConfig, leaves
 from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 
-# Operational keys say how a run is watched, stored and ended. They do not change what it computes until its end.
-# A resumed run may change them. They are not part of a run's name or identity; environment.json records their values.
+# Operational keys, these and all of `logger`, say how a run is watched, stored and ended. They do not change what it
+# computes until its end. A resumed run may change them. They are no part of its name or identity; environment.json
+# records their values.
 OPERATIONAL = (
     "trainer.max_steps",
     "trainer.max_tokens",
@@ -28,7 +29,6 @@ OPERATIONAL = (
     "trainer.kernel_choices",
     "trainer.profile_steps",
     "trainer.memory_snapshot",
-    "logger.",
     "device",
     "dry_run",
     "group",
@@ -127,7 +127,7 @@ def _leaves(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _is_operational(key: str) -> bool:
-    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in OPERATIONAL)
+    return key in OPERATIONAL or key.startswith("logger.")
 
 
 def run_name(config: Config, world_size: int = 1) -> str:
