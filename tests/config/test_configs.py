@@ -86,17 +86,6 @@ def test_the_manual_of_a_command_has_its_keys_and_defaults(command: str) -> None
     assert shown.get("seed", 0) == 0
 
 
-@pytest.mark.parametrize("loss", sorted(SCHEMAS["loss"]))
-def test_every_option_of_a_loss_is_explained_as_in_a_yaml_file(loss: str) -> None:
-    title, text = manual_of("loss", loss)
-    assert title == f"loss={loss}"
-    assert text.startswith("# ")
-    assert yaml.safe_load(text) == dataclasses.asdict(load_config([f"loss={loss}"]).loss)
-    for field in dataclasses.fields(SCHEMAS["loss"][loss])[1:]:
-        assert len(field.metadata["meaning"]) > 10
-        assert re.search(rf"^{field.name}: \S+ +# ", text, re.MULTILINE)
-
-
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
 def test_names_are_deterministic_and_complete(model: str) -> None:
     assert run_name(load_config([f"model={model}", "size=mve", "loss=standard"])) == f"{model}-mve-standard-s0"

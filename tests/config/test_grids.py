@@ -1,6 +1,5 @@
 """A sweep's points: each once, in order. The command line overrides the sweep's own values."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -65,38 +64,6 @@ def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) 
         configs = [load_config(points[i * (len(points) - 1) // max(longest - 1, 1)]) for i in range(longest)]
         assert {config.group for config in configs} == {name}
         assert len(set(map(run_name, configs))) == len(configs)
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("same_loss", {"compiled", "compiled_nudged", "standard", "liger", "fla", "cce_kahan"}),
-        ("summation", {"compiled", "compiled_nudged", "kahan", "fp32", "bf16"}),
-        ("apple", {"compiled", "compiled_nudged", "cce_kahan", "cce_filter", "dropped", "cce_apple"}),
-    ],
-)
-def test_a_question_about_losses_has_its_baseline_its_control_and_twelve_seeds(name: str, kinds: set[str]) -> None:
-    sweep = load_config([f"sweep={name}"], "run_sweep").sweep
-    found = [dict(word.split("=", 1) for word in point) for point in sweep_points(sweep, [])]
-    for point in found:
-        point["kind"] = "dropped" if "loss.filter_unbiased" in point else point.get("loss.accumulate", point["loss"])
-    seeds = Counter((point["kind"], point["seed"]) for point in found)
-    assert set(seeds) == {(kind, str(seed)) for kind in kinds for seed in range(12)}
-    assert len(found) == len(seeds)
-    assert {(point["experiment"], point["model"]) for point in found} == {("mve", "gla")}
-
-
-def test_the_question_at_350m_has_its_baseline_its_control_and_five_seeds() -> None:
-    kinds = {"compiled", "compiled_nudged", "cce_kahan", "cce_filter"}
-    found = sweep_points(load_config(["sweep=pretrain_filter"], "run_sweep").sweep, [])
-    configs = [load_config([*point, "data=text", "data.path=any"]) for point in found]
-    assert Counter(config.loss.name for config in configs) == dict.fromkeys(kinds, 5)
-    assert {config.size.name for config in configs} == {"350m"}
-    assert {(config.trainer.max_steps, config.trainer.max_tokens) for config in configs} == {(512, None)}
-    tokens = {c.trainer.batch_size * c.trainer.accumulation_steps * c.trainer.seq_len for c in configs}
-    assert tokens == {8 * 2048}
-    filters = [config.loss.filter_if_faster for config in configs if config.loss.name == "cce_filter"]
-    assert not any(filters)
 
 
 def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas() -> None:
