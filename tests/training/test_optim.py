@@ -136,7 +136,7 @@ def test_a_model_with_nothing_to_train_is_refused():
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), CONFIG, CPU)
 
 
-@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 1 / 5), (50.0, 1.0), (None, 1.0)])
+@pytest.mark.parametrize(("max_norm", "scale"), [(1.0, 1 / 5), (50.0, 1.0), (None, 1.0), (math.inf, 1.0)])
 def test_clipping_returns_the_norm_before_it_and_scales_to_the_limit(max_norm, scale):
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     first.grad, second.grad = torch.tensor([3.0]), torch.tensor([4.0])

@@ -29,11 +29,6 @@ def ways(remedy: str) -> list[list[str]]:
     return [overrides for part in parts if (overrides := OVERRIDE.findall(part))]
 
 
-def test_alternatives_are_told_apart() -> None:
-    remedy = "use a.b=1 c=2 for it, d=/x/y-1.z or e_f=null (see g), or another h; i=[1]"
-    assert ways(remedy) == [["a.b=1", "c=2"], ["d=/x/y-1.z"], ["e_f=null"], ["i=[1]"]]
-
-
 @pytest.fixture
 def each_way(tmp_path: Path) -> Callable[[str, int], Iterator[list[str]]]:
     """Each alternative of a remedy, with the results as they were when it was given."""

@@ -174,12 +174,6 @@ def processes(directory: Path) -> list[dict[str, Any]]:
     return json.loads((directory / "environment.json").read_text())["processes"]
 
 
-def test_a_directory_with_another_configuration_is_refused(small: Callable[..., list[str]]) -> None:
-    Trainer(load_config(small("run_name=mine"))).fit()
-    with pytest.raises(ConfigError, match=r"optimizer\.lr"):
-        Trainer(load_config(small("run_name=mine", "optimizer.lr=0.5")))
-
-
 def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         Trainer(load_config(small("trainer.resume=must")))

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,18 +247,6 @@ def test_a_model_of_the_hub_is_looked_up_once(small: Small, tmp_path: Path, monk
     assert asked == ["someone/gla"]
     pairs = zip(trainer.model.parameters(), run.model.parameters(), strict=True)
     assert all(torch.equal(here, there) for here, there in pairs)
-
-
-def test_evaluate_names_the_tokenizer_of_the_data_and_the_one_to_use(
-    texts: Callable[[str], list[str]], command: Callable[..., subprocess.CompletedProcess[str]], data_cache: Path
-) -> None:
-    run = fitted(texts("cats")).directory.path
-    data = [override for override in texts("dogs") if override.startswith("data")]
-    done = command("scripts/evaluate.py", f"checkpoint={run}", *data)
-    assert done.returncode == 2, done.stdout + done.stderr
-    cause, remedy = [line for line in done.stderr.strip().splitlines() if not line.startswith("data: ")]
-    assert "the data is tokenised with byte-level BPE of 300 entries trained on it, and" in cause
-    assert remedy == f"  -> use data.tokenizer={run}/tokenizer.json"
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused(small: Small) -> None:

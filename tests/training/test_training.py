@@ -22,7 +22,6 @@ from linrnn.losses import check_vocabulary_parallel
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import final_lines
-from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -327,33 +326,3 @@ def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names
-
-
-@pytest.mark.parametrize("warmup", [4, 5])
-def test_a_trace_that_would_hold_no_step_is_refused_and_the_values_named_give_one(small: Small, warmup: int) -> None:
-    overrides = small("trainer.max_steps=4", f"trainer.warmup_measurement_steps={warmup}", "trainer.profile_steps=2")
-    with pytest.raises(ConfigError, match="ends after step 4, and the trace begins after") as error:
-        make_training_plan(load_config(overrides))
-    longer, shorter = f"trainer.max_steps={warmup + 2}", "trainer.warmup_measurement_steps=3"
-    assert error.value.remedy == f"use {longer}, or {shorter} or less"
-    for fitting in (longer, shorter):
-        make_training_plan(load_config([*overrides, fitting]))
-
-
-def test_a_report_holds_every_run_and_its_command(small: Small, tmp_path: Path) -> None:
-    from linrnn.report import write_report
-    from linrnn.report.runs import read_runs
-
-    for loss in ("standard", "cce_kahan"):
-        trained(small(f"loss={loss}", "group=pair", "trainer.max_steps=50"))
-    runs = read_runs(tmp_path / "results/pair")
-    paths = write_report(runs, tmp_path / "report", "pair")
-    text = paths[0].read_text()
-    assert "| gla | smoke | cce_kahan | 2 | 80 | 512 | 0 | finished |" in text
-    assert "| gla | smoke | standard | 2 | 80 | 512 | 0 | finished |" in text
-    assert "1.000" in text, "standard is its own baseline"
-    commands = [run.summary["command"] for run in runs]
-    assert len(commands) == 2
-    assert all(commands)
-    assert "\n".join(commands) in text
-    assert {path.name: path.stat().st_size > 10_000 for path in paths}["loss_curves.png"]

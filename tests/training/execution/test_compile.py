@@ -6,15 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from fitting import fitted, losses
-from rank_process import as_rank
 
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.models import build_model, check_supported
 from linrnn.models.architecture import resolve
 from linrnn.profiling.graphs import GraphCounter, in_words
-from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 
@@ -100,14 +98,6 @@ def test_layers_that_read_their_number_share_graphs(mode: str, monkeypatch: pyte
         model(torch.zeros(1, 16, dtype=torch.int64))
     assert counter.report()["graphs"] < layers
     assert counter.report()["over_limit"] == 0
-
-
-@pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
-def test_a_sharded_model_is_not_compiled_as_one(small: Small, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_rank(monkeypatch.setenv, 0, 2)
-    with pytest.raises(ConfigError, match=f"parallel={parallel} gathers") as error:
-        Trainer(load_config(small("trainer.compile=model", f"parallel={parallel}")))
-    assert error.value.remedy == "use trainer.compile=blocks"
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from fitting import losses
 
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import UnsupportedError
 from linrnn.losses import check_loss, loss_names
 from linrnn.training.trainer import Trainer
 
@@ -49,13 +49,6 @@ def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], sta
     # cce_filter drops small gradient entries on purpose, so only its first loss equals the other losses'.
     n_equal = 1 if loss == "cce_filter" else 3
     assert losses(trainer)[:n_equal] == pytest.approx(standard[model][:n_equal], rel=2e-5)
-
-
-def test_selective_checkpointing_of_a_compiled_block_is_refused(small: Callable[..., list[str]]) -> None:
-    options = ("trainer.activation_checkpointing=selective", "trainer.compile=blocks")
-    with pytest.raises(ConfigError, match="a compiled block shows none") as refusal:
-        Trainer(load_config(small(*options)))
-    assert "trainer.compile=none" in refusal.value.remedy
 
 
 @pytest.fixture(scope="module")
