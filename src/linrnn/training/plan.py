@@ -7,6 +7,7 @@ nothing. There only what no step could hold is rejected.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -166,71 +167,64 @@ def make_training_plan(config: Config) -> Plan:
     world_size = Launch.from_environment().world_size_of(config.parallel)
     plan = replace(make_plan(config), world_size=world_size)
     check_wandb(config.logger.wandb)
-    if config.trainer.memory_snapshot and plan.device.type != "cuda":
+    trainer = config.trainer
+    if trainer.memory_snapshot and plan.device.type != "cuda":
         raise UnsupportedError(
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
             f"use trainer.memory_snapshot=false, or {a_gpu()}",
-        )
-    trainer = config.trainer
-    if trainer.activation_checkpointing == "selective" and trainer.compile != "none":
-        raise ConfigError(
-            "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none",
-            "use trainer.compile=none, or trainer.activation_checkpointing=full",
-        )
-    if trainer.compile == "model" and isinstance(config.parallel, FsdpConfig):
-        raise ConfigError(
-            f"trainer.compile=model makes one graph of all blocks, and parallel={config.parallel.name} gathers each "
-            "block's weights before it",
-            "use trainer.compile=blocks",
         )
     if trainer.float8 != "none":
         check_float8(config, plan.device, plan.precision, plan.sequences_of_rank * trainer.seq_len)
     if trainer.cuda_graph:
         check_cuda_graph(config, plan.device, world_size, plan.total_steps)
-    _check_parallel(plan)
+    if world_size > 1 and isinstance(config.parallel, VocabConfig):
+        check_vocabulary_parallel(config.loss)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
-    _check_trace(plan)
-    if config.init_from and config.continue_from:
-        raise ConfigError(
-            "init_from and continue_from are both given",
-            "use continue_from=null to take weights alone, or init_from=null to take the optimizer's state as well",
-        )
+    for found, cause, remedy in _contradictions(plan):
+        if found:
+            raise ConfigError(cause, f"use {remedy}")
     return plan
 
 
-def _check_trace(plan: Plan) -> None:
-    """Reject a run that ends before the first step that it is to trace."""
-    trainer, steps_of_run = plan.config.trainer, plan.total_steps
+def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    """Settings that go together nowhere: whether the run has them, what is wrong, and what to use."""
+    config, trainer, parallel = plan.config, plan.config.trainer, plan.config.parallel
+    sharded, shard_ranks = isinstance(parallel, FsdpConfig), plan.shard_ranks  # raises if the ranks form no groups
+    yield (
+        trainer.activation_checkpointing == "selective" and trainer.compile != "none",
+        "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none",
+        "trainer.compile=none, or trainer.activation_checkpointing=full",
+    )
+    yield (
+        trainer.compile == "model" and sharded,
+        f"trainer.compile=model makes one graph of all blocks, and parallel={parallel.name} gathers each block's "
+        "weights before it",
+        "trainer.compile=blocks",
+    )
+    yield (
+        isinstance(config.optimizer, MuonConfig) and sharded and plan.world_size > 1,
+        f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
+        "parallel=ddp, or optimizer=adamw",
+    )
+    yield (
+        isinstance(parallel, VocabConfig) and trainer.batch_size % shard_ranks > 0,
+        f"parallel=vocab: {shard_ranks} ranks cannot share {trainer.batch_size} sequences out evenly",
+        f"a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
+    )
     skipped = trainer.warmup_measurement_steps
-    if trainer.profile_steps and steps_of_run <= skipped:
-        longer = steps.ending_at(skipped + trainer.profile_steps, plan.config)
-        longer += f" {HORIZON}=null" if plan.config.schedule.steps else ""
-        raise ConfigError(
-            f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {steps_of_run}, and the trace "
-            f"begins after trainer.warmup_measurement_steps={skipped}",
-            f"use {longer}, or trainer.warmup_measurement_steps={steps_of_run - 1} or less",
-        )
-
-
-def _check_parallel(plan: Plan) -> None:
-    """Reject settings that do not fit the number of ranks."""
-    parallel, world_size = plan.config.parallel, plan.world_size
-    shard_ranks = plan.shard_ranks  # raises if the ranks cannot form groups
-    if world_size == 1 or not isinstance(parallel, FsdpConfig):
-        return
-    if isinstance(plan.config.optimizer, MuonConfig):
-        raise ConfigError(
-            f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
-            "use parallel=ddp, or optimizer=adamw",
-        )
-    if isinstance(parallel, VocabConfig):
-        check_vocabulary_parallel(plan.config.loss)
-        batch_size = plan.config.trainer.batch_size
-        if batch_size % shard_ranks:
-            raise ConfigError(
-                f"parallel=vocab: {shard_ranks} ranks cannot share {batch_size} sequences out evenly",
-                f"use a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
-            )
+    longer = steps.ending_at(skipped + trainer.profile_steps, config)
+    yield (
+        trainer.profile_steps > 0 and plan.total_steps <= skipped,
+        f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {plan.total_steps}, and the trace "
+        f"begins after trainer.warmup_measurement_steps={skipped}",
+        f"{longer}{f' {HORIZON}=null' if config.schedule.steps else ''}, or "
+        f"trainer.warmup_measurement_steps={plan.total_steps - 1} or less",
+    )
+    yield (
+        bool(config.init_from and config.continue_from),
+        "init_from and continue_from are both given",
+        "continue_from=null to take weights alone, or init_from=null to take the optimizer's state as well",
+    )
 
 
 # ------------------------------------------------------------------------------------------ memory

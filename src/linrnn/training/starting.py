@@ -140,7 +140,13 @@ def restore(
     """
     newest = None if directory.begins_anew else ranks.from_first(lambda: checkpoint.newest(directory.checkpoints))
     if newest:
-        progress = _progress_to_resume(newest, plan, directory, schedule.describe())
+        progress = checkpoint.read_progress(newest)
+        check_not_beyond(progress.step, plan, directory)
+        if changed := differences(progress.schedule, schedule.describe()):
+            raise ConfigError(
+                f"{newest} was trained under another schedule ({in_words(changed)})",
+                f"{directory.taking_over(plan.config.init_from)} trains on from its state under the new one",
+            )
         loader.load_state_dict(progress.data)
         checkpoint.load(newest, model, optimizer)
         line = f"resuming at step {progress.step} from {newest}"
@@ -175,29 +181,6 @@ def starting_again(directory: RunDirectory) -> str | None:
     damaged = ", ".join(path.name for path in checkpoint.found(directory.checkpoints))
     why = f"no checkpoint of this run is sound ({damaged})" if damaged else "this run left no checkpoint"
     return f"{why}: starting again at step 0"
-
-
-def _progress_to_resume(
-    newest: Path, plan: Plan, directory: RunDirectory, schedule: dict[str, Any]
-) -> checkpoint.Progress:
-    """The run's progress at its newest checkpoint.
-
-    Args:
-        schedule: this run's schedule, as `Schedule.describe` returns it.
-
-    Raises:
-        ConfigError: the run has more steps than this command asks for, or was trained under another schedule.
-    """
-    progress = checkpoint.read_progress(newest)
-    check_not_beyond(progress.step, plan, directory)
-    # Earlier versions also wrote keys that their schedule does not use.
-    trained_under = {key: value for key, value in progress.schedule.items() if key in schedule}
-    if changed := differences(trained_under, schedule):
-        raise ConfigError(
-            f"{newest} was trained under another schedule ({in_words(changed)})",
-            f"{directory.taking_over(plan.config.init_from)} trains on from its state under the new one",
-        )
-    return progress
 
 
 def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
@@ -236,13 +219,9 @@ class Weights:
         Raises:
             ConfigError: a run's model or dimensions differ. The remedy names the overrides that make them equal.
         """
-        if not self.is_checkpoint:
-            return
-        try:
+        if self.is_checkpoint:
             config = read_config(self.directory / "config.yaml")
-        except ConfigError:  # of an earlier version: names and shapes of the parameters decide
-            return
-        check_dimensions(self.source, trained_architecture(self.directory, config), arch)
+            check_dimensions(self.source, trained_architecture(self.directory, config), arch)
 
     def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
         """Copy the weights into `model`.
@@ -254,11 +233,11 @@ class Weights:
             ConfigError: the weights are for another architecture.
             DataError: a file cannot be read, or a weight is NaN or infinite.
         """
-        if not self.is_checkpoint:
+        if self.is_checkpoint:
+            checkpoint.load_model(self.directory, model.hf)
+            check_finite(model.hf.state_dict(), f"init_from={self.source}")
+        else:
             load_weights(model, self.directory, self.source, part)
-            return
-        checkpoint.load_model(self.directory, model.hf)
-        check_finite(model.hf.state_dict(), f"init_from={self.source}")
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:
@@ -288,7 +267,7 @@ def _unlike(directory: Path, run: str, plan: Plan) -> str | None:
     """
     try:
         before = identity(read_config(directory / "config.yaml"), plan.world_size)
-    except ConfigError:  # an earlier version wrote it, or the run had more ranks
+    except ConfigError:  # the run had more ranks
         return None
     changed = {
         key: values
@@ -372,7 +351,7 @@ def check_tokens(directory: Path, data: PreparedData) -> None:
 
     Raises:
         ConfigError: the ids differ. The remedy names the tokenizer to use, if the run's tokenizer is there.
-        DataError: an earlier version wrote the checkpoint.
+        DataError: the checkpoint cannot be read.
     """
     wanted = checkpoint.read_progress(directory).token_fingerprint
     if wanted != data.token_fingerprint:

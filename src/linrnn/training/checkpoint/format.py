@@ -66,16 +66,10 @@ def read_progress(path: Path) -> Progress:
     """The progress of a checkpoint.
 
     Raises:
-        DataError: the checkpoint cannot be read, or an earlier version wrote it.
+        DataError: the checkpoint cannot be read.
     """
     state = read_state(path)
-    names = [field.name for field in fields(Progress)]
-    if missing := [name for name in names if name not in state]:
-        raise DataError(
-            f"{path} was written by an earlier version (no {missing[0]})",
-            "train the run again with this version",
-        )
-    return Progress(**{name: state[name] for name in names})
+    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
 
 
 # ---------------------------------------------------------------------------------------------------- directories
