@@ -4,7 +4,6 @@
 are useful only if the data's ids mean the same as in their training.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 
 from linrnn.config import identity, read_config, run_name
-from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config
 from linrnn.config.steps import ending_at
-from linrnn.core.errors import ConfigError, DataError
-from linrnn.core.files import read_object
+from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare
 from linrnn.data.tokenizer import load_tokenizer
@@ -32,14 +29,13 @@ from linrnn.models import (
 )
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import WHOLE, Part
-from linrnn.runs.directory import ASIDE, CHECKPOINTS, IDENTITY, SUMMARY, RunDirectory, continuing, differences, in_words
+from linrnn.runs.directory import ASIDE, RunDirectory, differences, in_words
 from linrnn.runs.summary import finished_lines
 from linrnn.training import checkpoint
 from linrnn.training.optimizer import Schedule
 from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
-FEW = 3  # keys in which a run may differ from one that it resembles
 EMBEDDING = ".embeddings.weight"  # the end of its name; what precedes depends on the model
 
 
@@ -269,70 +265,16 @@ def _unlike(directory: Path, run: str, plan: Plan) -> str | None:
         before = identity(read_config(directory / "config.yaml"), plan.world_size)
     except ConfigError:  # the run had more ranks
         return None
+    changed = differences(before, identity(plan.config, plan.world_size))
+    # Another loss has other options: its name is enough.
+    renamed = tuple(key.removesuffix("name") for key in changed if key.endswith(".name"))
+    meant = ("schedule.", "init_from", "continue_from")
     changed = {
         key: values
-        for key, values in _changed_choices(before, identity(plan.config, plan.world_size)).items()
-        if not key.startswith("schedule.") and key not in ("init_from", "continue_from")
+        for key, values in changed.items()
+        if not key.startswith(meant) and (key.endswith(".name") or not key.startswith(renamed))
     }
     return f"unlike {run}: {in_words(changed)}" if changed else None
-
-
-def _changed_choices(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """:func:`differences` of two identities. Another loss has other options: its name is enough."""
-    changed = differences(before, now)
-    renamed = [key.removesuffix("name") for key in changed if key.endswith(".name")]
-    return {
-        key: values
-        for key, values in changed.items()
-        if not any(key.startswith(group) and key != f"{group}name" for group in renamed)
-    }
-
-
-def related(directory: RunDirectory, plan: Plan, data: PreparedData) -> str | None:
-    """A line for a new run: which run of its group it resembles most, and how to go on with that one. None: no run.
-
-    Such a run differs in three keys at most, and its newest checkpoint fits the model, the optimizer and the tokens.
-    """
-    here = identity(plan.config, plan.world_size)
-    found = []
-    for other in sorted(path.parent for path in directory.path.parent.glob(f"*/{IDENTITY}")):
-        with contextlib.suppress(DataError):  # damaged, or being written
-            if other == directory.path or not (checkpoints := checkpoint.found(other / CHECKPOINTS)):
-                continue
-            progress = checkpoint.read_progress(checkpoints[-1])
-            changed = _changed_choices(read_object(other / IDENTITY), here)
-            if (text := progress.data.get("fingerprint")) != data.train.fingerprint:
-                changed["data"] = (text, data.train.fingerprint)
-            if progress.token_fingerprint == data.token_fingerprint and _resembles(changed, other):
-                found.append((len(changed), -progress.step, other, changed))
-    return _how_to_go_on(*min(found)[1:], directory, plan) if found else None
-
-
-def _resembles(changed: dict[str, Any], other: Path) -> bool:
-    """Whether a run with these changes may go on with `other`. A finished one of another loss or seed is a result."""
-    summary = other / SUMMARY
-    finished = summary.exists() and read_object(summary, ("status",))["status"] == "finished"
-    unfit = ("model.", "size.", "optimizer.name", *(("loss.", "seed") if finished else ()))
-    return len(changed) <= FEW and not any(key.startswith(unfit) for key in changed)
-
-
-def _how_to_go_on(minus_step: int, other: Path, changed: dict[str, Any], directory: RunDirectory, plan: Plan) -> str:
-    config, step, ways = plan.config, -minus_step, []
-    if not changed:
-        return f"run {other} has the keys and the data of this one: run_name={other.name} continues it at step {step}"
-    its_end, _ = changed.get(HORIZON, (None, None))
-    if [*changed] == [HORIZON] and step < plan.total_steps <= (its_end or 0):
-        same = replace(config, schedule=replace(config.schedule, steps=its_end))
-        name = "" if run_name(same, plan.world_size) == other.name else f" run_name={other.name}"
-        ways.append(f"{HORIZON}={its_end}{name} continues it on its own schedule, to step {plan.total_steps}")
-    name = f" {directory.another_name}" if config.run_name else ""
-    weights = " init_from=null" if config.init_from else ""
-    plans = f"{plan.total_steps} more steps under a learning-rate schedule that begins anew"
-    ways.append(f"{continuing(other)}{weights}{name} continues it in a run of its own, for {plans}")
-    limit = "trainer.max_tokens" if config.trainer.max_steps is None else "trainer.max_steps"
-    keys = [limit if key == HORIZON and config.schedule.steps is None else key for key in changed]
-    alone = " alone" if len(keys) == 1 else ""
-    return f"run {other} (at step {step}) differs in {' and '.join(keys)}{alone}: {'; '.join(ways)}"
 
 
 def trained_architecture(directory: Path, config: Config) -> Architecture:

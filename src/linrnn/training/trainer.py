@@ -145,19 +145,17 @@ class Trainer:
 
     def _begin(self, closing: contextlib.ExitStack) -> None:
         """Resume and check the disk's room; only then write the first files, and print what the run will do."""
-        trainer, where_it_begins, like, room = self.config.trainer, self.resume(), None, None
+        trainer, where_it_begins, room = self.config.trainer, self.resume(), None
         self._config_yaml = to_yaml(self.config)
         if self.ranks.is_first:
             size = checkpoint.foreseen_bytes(self.model.hf, self.optimizer)
             room = checkpoint.check_room(trainer, self.directory, size, steps=self.plan.total_steps - self.step)
-            if not (self.step or self.continues or self.directory.begins_anew):
-                like = starting.related(self.directory, self.plan, self.data)
         self.log.begin(closing, self.step, self.continues, self._config_yaml)
         self.checkpointer.remove_partial()
         if where_it_begins:
             self.log.line(where_it_begins)
         self.log.mirror_to_wandb()
-        self.log.announce(like, *self._notes, room)
+        self.log.announce(*self._notes, room)
         self._valid_batches = BatchesOnce(
             self.data.valid,
             seq_len=trainer.seq_len,
