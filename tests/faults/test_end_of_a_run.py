@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import summary_of
 from forked import run_script, start
 
 from linrnn.config import load_config
@@ -76,8 +77,7 @@ def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(
         with pytest.raises(InterruptedRun, match=f"in the validation after step {at_step} of 4") as error:
             trainer.fit()
     assert error.value.exit_code == 128 + number
-    summary = trainer.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(trainer)
     assert (summary["status"], summary["steps"]) == ("interrupted", at_step)
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
     again = Trainer(load_config(small(*options)))
@@ -103,8 +103,7 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
     trainer = Trainer(load_config(small("trainer.max_steps=4", "trainer.valid_every=2")))
     with pytest.raises(OutOfMemoryError, match=f"in the validation after step {at_step}"):
         trainer.fit()
-    summary = trainer.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(trainer)
     assert (summary["status"], summary["steps"]) == ("out_of_memory", at_step)
     assert summary["train_loss_nats"] > 0
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fitting import fitted, losses
+from fitting import fitted, losses, summary_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn import costs
@@ -92,8 +92,7 @@ def test_a_run_that_stops_goes_on_bit_for_bit(small: Small) -> None:
     theirs = whole.model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in second.model.state_dict().items())
     assert "-muon-" in second.directory.path.name
-    summary = second.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(second)
     assert "optimizer.name=muon" in summary["training"]
 
 

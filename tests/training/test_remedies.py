@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fitting import fitted
+from fitting import fitted, summary_of
 
 from linrnn.config import last_of_each, load_config
 from linrnn.core.errors import LinrnnError
@@ -49,8 +49,7 @@ def each_way(tmp_path: Path) -> Callable[[str, int], Iterator[list[str]]]:
 
 def trained(overrides: list[str]) -> None:
     """Run to the end. A finished run that is asked for again is fine as well."""
-    summary = fitted(last_of_each(overrides)).directory.read_summary()
-    assert summary is not None
+    summary = summary_of(fitted(last_of_each(overrides)))
     assert summary["status"] == "finished"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fitted, losses
+from fitting import fitted, losses, summary_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,12 +23,6 @@ from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
 FLAT = ("schedule=constant", "schedule.warmup_steps=0")
-
-
-def summary_of(trainer: Trainer) -> dict[str, Any]:
-    summary = trainer.directory.read_summary()
-    assert summary is not None
-    return summary
 
 
 # --------------------------------------------------------------------------------------------------- continue_from

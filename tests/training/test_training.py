@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import fitted, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -33,18 +34,12 @@ def records(trainer: Trainer) -> list[dict[str, Any]]:
     return [record for record in read_jsonl(trainer.directory.metrics) if "train/loss_nats" in record]
 
 
-def trained(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    assert trainer.fit()["status"] == "finished"
-    return trainer
-
-
 @pytest.mark.parametrize("reset", [False, True])
 def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small: Small, reset: bool) -> None:
     """With document resets micro-steps have different numbers of labels, so a mean of means would differ."""
     common = [f"data.reset_at_document={str(reset).lower()}", "loss=standard"]
-    large = trained(small(*common, "trainer.batch_size=4"))
-    split = trained(small(*common, "trainer.batch_size=1", "trainer.accumulation_steps=4"))
+    large = fitted(small(*common, "trainer.batch_size=4"))
+    split = fitted(small(*common, "trainer.batch_size=1", "trainer.accumulation_steps=4"))
     for a, b in zip(records(large), records(split), strict=True):
         for name in ("train/loss_nats", "train/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=2e-5), (a["step"], name)
@@ -53,7 +48,7 @@ def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small: Sma
 @pytest.fixture(scope="module")
 def plain(small_of_module: Small) -> dict[int, float]:
     """Losses by step of a run without options."""
-    return {record["step"]: record["train/loss_nats"] for record in records(trained(small_of_module()))}
+    return {record["step"]: record["train/loss_nats"] for record in records(fitted(small_of_module()))}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,7 @@ def plain(small_of_module: Small) -> dict[int, float]:
     ],
 )
 def test_options_that_must_not_change_the_losses(small: Small, plain: dict[int, float], option: str) -> None:
-    for record in records(trained(small(option))):
+    for record in records(fitted(small(option))):
         assert record["train/loss_nats"] == pytest.approx(plain[record["step"]], rel=1e-6)
 
 
@@ -83,33 +78,30 @@ def test_options_that_may_change_them_train(small: Small, option: str) -> None:
     overrides = [o for o in small(option) if option != "data=stdlib" or not o.startswith("data.n_")]
     if option == "data=stdlib":
         overrides += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300"]
-    trainer = trained(overrides)
+    trainer = fitted(overrides)
     losses = [record["train/loss_nats"] for record in records(trainer)]
     assert losses[-1] < losses[0]
     if option == "data=stdlib":
-        summary = trainer.directory.read_summary()
-        assert summary is not None
+        summary = summary_of(trainer)
         assert 1 < summary["valid_bits_per_byte"] < 8
 
 
 def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
     small: Small, fresh_command: Command, data_cache: Path
 ) -> None:
-    first = trained(small("trainer.max_steps=8"))
-    summary = first.directory.read_summary()
-    assert summary is not None
+    first = fitted(small("trainer.max_steps=8"))
+    summary = summary_of(first)
     evaluate = ["scripts/evaluate.py", f"checkpoint={first.directory.path}", f"data.cache_dir={data_cache}"]
     done = fresh_command(*evaluate, "max_tokens=400")
     assert done.returncode == 0, done.stderr
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
-    second = trained(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))
+    second = fitted(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 
 def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trained(small())
-    summary = run.directory.read_summary()
-    assert summary is not None
+    run = fitted(small())
+    summary = summary_of(run)
     typed = ["data.path=a b", "loss=cce_kahan", "loss.accumulate=fp32", "run_name=x", "seed=1", "results_dir=/tmp/a"]
     monkeypatch.setattr(sys, "argv", ["train.py", *typed])
     for processes, starter in ((None, ""), ("2", "torchrun --nproc-per-node=2 ")):
@@ -136,10 +128,9 @@ def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
     small: Small, command: Command, tmp_path: Path, capsys
 ) -> None:
     gone, moved, here = tmp_path / "gone", tmp_path / "moved", tmp_path / "here"
-    first = trained(small(f"data.cache_dir={gone}", "data.data_seed=5"))
+    first = fitted(small(f"data.cache_dir={gone}", "data.data_seed=5"))
     assert f"scripts/evaluate.py checkpoint={first.directory.path} data.cache_dir={gone}\n" in capsys.readouterr().out
-    summary = first.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(first)
     shutil.move(first.directory.path, moved)
     shutil.rmtree(gone)
     here.mkdir()
@@ -156,11 +147,11 @@ def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
 
 
 def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_loss(small: Small) -> None:
-    first = trained(small("trainer.max_steps=8")).directory.path
+    first = fitted(small("trainer.max_steps=8")).directory.path
     here = ("experiment=finetune_filter", f"init_from={first}", "size=smoke", "data=markov", "trainer.max_steps=4")
-    exact = records(trained(small(*here, "loss=cce_kahan")))
+    exact = records(fitted(small(*here, "loss=cce_kahan")))
     filter_ = (*here, "loss=cce_filter", "loss.filter_eps=0.002")  # of 512 entries
-    filtered = records(trained(small(*filter_, "loss.filter_if_faster=false")))
+    filtered = records(fitted(small(*filter_, "loss.filter_if_faster=false")))
     assert filtered[0]["train/loss_nats"] == pytest.approx(exact[0]["train/loss_nats"], abs=1e-5)
     assert abs(filtered[3]["train/loss_nats"] - exact[3]["train/loss_nats"]) < 0.01
     for record in filtered[:4]:
@@ -168,7 +159,7 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
         assert 0 < mean <= p99 <= largest < 1
         assert 0 < record["loss/entries_kept"] < 1
     assert "loss/dropped_mass_mean" not in exact[0]
-    run = trained(small(*filter_))  # a filter is never faster on a CPU
+    run = fitted(small(*filter_))  # a filter is never faster on a CPU
     assert [record["train/loss_nats"] for record in records(run)[:4]] == [x["train/loss_nats"] for x in exact[:4]]
     assert {record["loss/exact"] for record in records(run)[:4]} == {1}
     assert "loss=cce_filter computes every step exactly" in (run.directory.path / LOG).read_text()
@@ -177,7 +168,7 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
 def test_the_sparsity_of_trained_models_is_profiled(
     small: Small, command: Command, tmp_path: Path, data_cache: Path
 ) -> None:
-    run = trained(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
+    run = fitted(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
     profile = ["scripts/profile_sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
     done = command(*profile, "max_tokens=400", f"output_dir={out}")
@@ -196,7 +187,7 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     small: Small, command: Command, command_here: Command, tmp_path: Path, data_cache: Path
 ) -> None:
     """bench_loss from a run of this harness to table and plot. Its loss equals the run's own validation loss."""
-    trainer = trained(small("trainer.max_steps=4"))
+    trainer = fitted(small("trainer.max_steps=4"))
     run, out = trainer.directory.path, tmp_path / "bench"
     bench = ["benchmarks/loss.py", f"checkpoint={run}", "backends=[cce_filter]", "rounds=2", "warmup=1"]
     bench += ["device=cpu", f"data.cache_dir={data_cache}"]
@@ -205,8 +196,7 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     (path,) = out.glob("*.json")
     rows = {row["backend"]: row for row in json.loads(path.read_text())}
     assert set(rows) == {"fp32_logits", "three_products_cublas", "compiled", "compiled (again)", "cce_filter"}
-    summary = trainer.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(trainer)
     assert rows.pop("three_products_cublas")["status"] == "ok"
     for row in rows.values():
         assert (row["status"], row["logits"]) == ("ok", "trained")
@@ -235,14 +225,13 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
 
 def test_bits_per_byte_are_of_the_labels_that_are_read(small: Small, command: Command, data_cache: Path) -> None:
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
-    trainer = trained([*overrides, "data.tokenizer_vocab_size=300"])
+    trainer = fitted([*overrides, "data.tokenizer_vocab_size=300"])
     evaluate = ["scripts/evaluate.py", f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"]
     done = command(*evaluate, "split=train", "max_tokens=400")
     assert done.returncode == 0, done.stderr
     found = re.search(r"loss ([\d.]+), .* ([\d.]+) bits per byte", done.stdout)
     assert found
-    summary = trainer.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(trainer)
     for shards, nats, bits in (
         (trainer.data.train, float(found[1]), float(found[2])),
         (trainer.data.valid, summary["valid_loss_nats"], summary["valid_bits_per_byte"]),
@@ -260,7 +249,7 @@ def text_of(trainer: Trainer, ids: np.ndarray) -> str:
 
 def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: Path, data_cache: Path) -> None:
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
-    run = trained([*overrides, "data.tokenizer_vocab_size=300", "size.vocab_size=320"]).directory.path
+    run = fitted([*overrides, "data.tokenizer_vocab_size=300", "size.vocab_size=320"]).directory.path
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"a line of other text, number {i}"}) + "\n" for i in range(400)))
 
@@ -285,7 +274,7 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: 
 
 
 def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
-    trainer = trained(small("trainer.valid_every=2"))
+    trainer = fitted(small("trainer.valid_every=2"))
     last = records(trainer)[-1]
     assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/wall_step_ms"] / 1e3))
     assert last["speed/wall_step_ms"] >= last["speed/step_ms"] > last["speed/loss_forward_ms"] > 0
@@ -306,7 +295,7 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
     overrides = [o for o in small() if not o.startswith("logger.")]
-    trainer = trained(overrides)
+    trainer = fitted(overrides)
     wandb.teardown()  # as at the process's end: its own process writes the last records after finish()
     recorded = list(trainer.directory.path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(recorded) == 1, (trainer.directory.path / "train.log").read_text()
@@ -322,7 +311,7 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
 
 
 def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
-    trainer = trained(small("trainer.max_steps=4", "trainer.warmup_measurement_steps=1", "trainer.profile_steps=1"))
+    trainer = fitted(small("trainer.max_steps=4", "trainer.warmup_measurement_steps=1", "trainer.profile_steps=1"))
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names

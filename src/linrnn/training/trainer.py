@@ -79,9 +79,10 @@ class Trainer:
         if weights:
             weights.check(self.architecture)
         self.directory = starting.run_directory(self.plan)
-        self._notes = [weights.remark if weights else None, None, None, memory_note]  # for the user, before step 1
+        self._notes = [weights.remark if weights else None]  # lines for the user, before the first step
         with failures.while_built(config):
             self._build(weights)
+        self._notes.append(memory_note)
         self.checkpointer = checkpoint.Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
         parts = (self.architecture, self.data, self.model, self.optimizer)
         self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
@@ -93,7 +94,7 @@ class Trainer:
         self._blank = BlankModel(arch, self.ranks.part, device=self.device, dtype=dtype)
         self.model = self._blank.model
         if trainer.float8 == "blocks":
-            self._notes[1] = use_float8(self.model, self.device)
+            self._notes.append(use_float8(self.model, self.device))
         self.model.set_activation_checkpointing(trainer.activation_checkpointing)
         if trainer.compile != "none":
             self.model.set_compile(trainer.compile)
@@ -104,7 +105,7 @@ class Trainer:
         vocabulary = self.ranks.vocabulary(arch.vocab_size)
         self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         tokens = self.plan.sequences_of_rank * trainer.seq_len
-        self._notes[2] = self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute)
+        self._notes.append(self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute))
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.parameters = list(self.model.parameters())
         self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)

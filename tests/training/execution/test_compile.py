@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fitting import fitted, losses
+from fitting import fitted, losses, summary_of
 
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
@@ -27,16 +27,14 @@ def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     run = fitted(small(*options, "trainer.compile=model"))
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    summary = run.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(run)
     found = summary["compiled"]
     assert found["graphs"] >= 1
     assert found["graph_breaks"] == sum(found["reasons"].values())
     line = f"torch.compile: {found['graphs']} graphs, {found['graph_breaks']} graph breaks"
     assert line in (run.directory.path / "train.log").read_text()
     assert "trainer.compile=model" in summary["training"]
-    without = plain.directory.read_summary()
-    assert without is not None
+    without = summary_of(plain)
     assert without["compiled"] is None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fitting import fitted, losses
+from fitting import fitted, losses, summary_of
 from graph_stand_in import Graphs
 
 from linrnn.config import load_config
@@ -78,8 +78,7 @@ def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replaye
     assert graphed._graphed is not None
     assert graphed._graphed._graph is None, "the ranks could not leave NCCL otherwise"
     assert "from step 3 on a CUDA graph replays the forward and backward pass" in capsys.readouterr().out
-    summary = graphed.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(graphed)
     assert summary["loss_layer_ms"] is None
     assert summary["measured_steps"] == 9 - 3
     assert "trainer.cuda_graph=True" in summary["training"]

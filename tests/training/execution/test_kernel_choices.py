@@ -13,7 +13,7 @@ import triton
 from cce_kernels import backends
 from cce_kernels.runtime import launch
 from cce_kernels.runtime.launch import Quick
-from fitting import losses
+from fitting import fitted, losses
 from rank_process import leave_kernels_untuned
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -26,12 +26,6 @@ from linrnn.training.execution.compilation import rehearses
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-
-
-def trained(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    assert trainer.fit()["status"] == "finished"
-    return trainer
 
 
 def recorded(trainer: Trainer) -> Any:
@@ -55,7 +49,7 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(tuning, "used", lambda: {"fingerprint": str(steps)} if steps else None)
     monkeypatch.setattr(tuning, "remark", lambda: f"{steps} choices" if steps else None)
-    trainer = trained(small())
+    trainer = fitted(small())
     assert seen == [{"fingerprint": "1"}] * 2
     assert recorded(trainer) == {"fingerprint": "3"}, "the last steps and the validation may need more kernels"
     log = (trainer.directory.path / LOG).read_text()
@@ -151,10 +145,10 @@ def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pyt
 def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
     overrides = small(f"data.reset_at_document={reset}", "trainer.accumulation_steps=2")
-    plain = losses(trained([*overrides, "group=plain"]))
+    plain = losses(fitted([*overrides, "group=plain"]))
     monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
     monkeypatch.setattr(Trainer, "_compile_kernels", Trainer._rehearse)
-    assert losses(trained([*overrides, "group=rehearsed"])) == plain
+    assert losses(fitted([*overrides, "group=rehearsed"])) == plain
 
 
 @pytest.mark.gpu
@@ -179,12 +173,12 @@ def test_kernels_compiled_ahead_compute_the_same(
     ]
     overrides += ["device=cuda", f"data.reset_at_document={str(reset).lower()}"]
 
-    compiled_ahead = trained([*overrides, "group=ahead"])
+    compiled_ahead = fitted([*overrides, "group=ahead"])
     assert recorded(compiled_ahead)["choices"]
     assert "compiling ahead failed" not in (compiled_ahead.directory.path / LOG).read_text()
     ahead = losses(compiled_ahead)
     monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
-    one_by_one = losses(trained([*overrides, "group=one_by_one"]))
+    one_by_one = losses(fitted([*overrides, "group=one_by_one"]))
     assert ahead[0] == one_by_one[0]
     assert ahead == pytest.approx(one_by_one, rel=1e-5)
 
@@ -212,6 +206,6 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
             torch.cuda.synchronize()
 
     monkeypatch.setattr(Trainer, "_compile_kernels", compile_three_times)
-    rehearsed = losses(trained([*overrides, "device=cuda", "group=rehearsed"]))
+    rehearsed = losses(fitted([*overrides, "device=cuda", "group=rehearsed"]))
     monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
-    assert rehearsed == losses(trained([*overrides, "device=cuda", "group=plain"]))
+    assert rehearsed == losses(fitted([*overrides, "device=cuda", "group=plain"]))

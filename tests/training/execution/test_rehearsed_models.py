@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from fitting import fitted
 from rank_process import curve
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -200,19 +201,13 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     return let
 
 
-def trained(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    assert trainer.fit()["status"] == "finished"
-    return trainer
-
-
 def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(
     small: Small, failing: Callable[[Exception], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = trained(small("group=plain"))
+    plain = fitted(small("group=plain"))
     assert FAILED not in (plain.directory.path / LOG).read_text()
     failing(ValueError("a block has no keys\nmore"))
-    run = trained(small("group=failed"))
+    run = fitted(small("group=failed"))
     assert capsys.readouterr().out.count(f"{FAILED} (ValueError: a block has no keys)\n") == 1
     assert (run.directory.path / LOG).read_text().count(FAILED) == 1
     assert "kernels" not in run.seconds_to
