@@ -81,7 +81,7 @@ class RunDirectory:
         if self._resume == "never" and not self._is_new:
             of_old, self._lock = self._lock, DirectoryLock(self.path)
             try:
-                say(f"moved the existing run to {_move_aside(self.path)}")
+                say(f"moved the existing run to {self.path.rename(_unused(self.path, '.', 1))}")
             except OSError as error:
                 raise _not_written(self.path, error) from error
             finally:
@@ -96,36 +96,29 @@ class RunDirectory:
 
         Raises:
             DataError: the record of earlier processes is damaged.
-            StorageError: the record cannot be written.
+            StorageError: the record cannot be written, as in the next two.
         """
         earlier = read_processes(self.path / ENVIRONMENT) if self.resumed else []
-        self._processes = [*settled(earlier, process["from_step"]), process]
-        self.write_json(ENVIRONMENT, {"processes": self._processes})
+        self._processes = settled(earlier, process["from_step"])
+        self._record(process)
 
     def add_to_process(self, **facts: Any) -> None:
-        """Record what became known of this process after its begin.
+        """Record what became known of this process after its begin."""
+        process = self._processes.pop()
+        self._record({**process, **facts})
 
-        Raises:
-            StorageError: the record cannot be written.
-        """
-        process = self._processes[-1]
-        if any(process.get(key) != value for key, value in facts.items()):
-            self._processes[-1] = {**process, **facts}
-            self.write_json(ENVIRONMENT, {"processes": self._processes})
+    def end_process(self, step: int) -> None:
+        """Record that this process has ended after `step`."""
+        self._record(ended(self._processes.pop(), step))
+
+    def _record(self, process: Process) -> None:
+        self._processes.append(process)
+        self.write_json(ENVIRONMENT, {"processes": self._processes})
 
     @property
     def started(self) -> str:
         """The start of the first process that has steps left in the run."""
         return str(self._processes[0]["started"])
-
-    def end_process(self, step: int) -> None:
-        """Record that this process has ended after `step`.
-
-        Raises:
-            StorageError: the record cannot be written.
-        """
-        *earlier, process = self._processes
-        self.write_json(ENVIRONMENT, {"processes": [*earlier, ended(process, step)]})
 
     def in_use(self) -> bool:
         """Whether another process has the directory open. Asking keeps nobody from opening it."""
@@ -243,10 +236,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any
 def in_words(changed: dict[str, tuple[Any, Any]]) -> str:
     """Differences as `key: old -> new; …`."""
     return "; ".join(f"{key}: {before} -> {after}" for key, (before, after) in changed.items())
-
-
-def _move_aside(path: Path) -> Path:
-    return path.rename(_unused(path, ".", 1))
 
 
 def _unused(path: Path, joint: str, first: int) -> Path:

@@ -31,29 +31,11 @@ from linrnn.runs.origins import Process
 
 ROOT = CONFIG_DIR.parent
 PACKAGES = (
-    "linrnn",
-    "torch",
-    "triton",
-    "flash-linear-attention",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "torchao",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
+    *("linrnn", "torch", "triton", "flash-linear-attention", "liger-kernel", "cut-cross-entropy", "quack-kernels"),
+    *("nvidia-cutlass-dsl", "torchao", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "omegaconf"),
     "wandb",
 )
-GPU_STATE = {
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "watts": "power.draw",
-    "celsius": "temperature.gpu",
-}
+GPU_STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
@@ -85,14 +67,13 @@ def _starter() -> list[str]:
 def without_machine_paths(arguments: Sequence[str]) -> list[str]:
     """`key=value` arguments with paths changed as :func:`command_line` describes."""
     pairs = [argument.partition("=") for argument in arguments]
-    results = next((Path(value) for key, _, value in pairs if key == "results_dir"), Path("results"))
+    results = next((value for key, _, value in pairs if key == "results_dir"), "results")
 
     def relative(value: str) -> str:
         path = Path(value)
-        if path.is_absolute() and path.is_relative_to(ROOT):
-            return path.relative_to(ROOT).as_posix()
-        if path.is_absolute() and path.is_relative_to(results):
-            return ("results" / path.relative_to(results)).as_posix()
+        for folder, name in ((ROOT, Path()), (Path(results), Path("results"))):
+            if path.is_absolute() and path.is_relative_to(folder):
+                return (name / path.relative_to(folder)).as_posix()
         return value
 
     return [f"{key}{equals}{relative(value)}" for key, equals, value in pairs]
@@ -148,7 +129,8 @@ def code_hashes() -> dict[str, str]:
 
     Two runs of one hash ran the same code, whatever the commit or the rest of the working tree.
     """
-    return {package: hash_of_source(_folder(package)) for package in ("linrnn", KERNELS)}
+    specs = {package: importlib.util.find_spec(package) for package in ("linrnn", KERNELS)}
+    return {name: hash_of_source(Path(spec.origin).parent) for name, spec in specs.items() if spec and spec.origin}
 
 
 def hash_of_source(folder: Path) -> str:
@@ -157,13 +139,6 @@ def hash_of_source(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
-
-
-def _folder(package: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
 
 
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
@@ -175,18 +150,15 @@ def gpu_state(device: torch.device) -> dict[str, Any] | None:
     if device.type != "cuda":
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    card = f"--id=GPU-{uuid}"
-    reading = _answer(
-        "nvidia-smi", card, f"--query-gpu={','.join(GPU_STATE.values())}", "--format=csv,noheader,nounits"
-    )
-    values = [_number(word) for word in reading.split(",")] if reading else []
-    state: dict[str, Any] = dict.fromkeys(GPU_STATE)
-    if len(values) == len(GPU_STATE):
-        state = dict(zip(GPU_STATE, values, strict=True))
+    card, query = f"--id=GPU-{uuid}", f"--query-gpu={','.join(GPU_STATE.values())}"
+    values = (_answer("nvidia-smi", card, query, "--format=csv,noheader,nounits") or "").split(",")
     users = _answer("nvidia-smi", card, "--query-compute-apps=pid", "--format=csv,noheader")
-    state["other_processes"] = None if users is None else max(len(users.split()) - 1, 0)
-    state["card"] = hashlib.sha256(uuid.encode()).hexdigest()[:8]
-    return state
+    return {
+        **dict.fromkeys(GPU_STATE),
+        **dict(zip(GPU_STATE, map(_number, values), strict=False)),
+        "other_processes": None if users is None else max(len(users.split()) - 1, 0),
+        "card": hashlib.sha256(uuid.encode()).hexdigest()[:8],
+    }
 
 
 def _number(word: str) -> float | None:
@@ -205,9 +177,7 @@ def _version(package: str) -> str | None:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         {
             "name": gpu.name,
@@ -215,7 +185,7 @@ def _gpus() -> list[dict[str, Any]]:
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "multiprocessors": gpu.multi_processor_count,
         }
-        for gpu in found
+        for gpu in map(torch.cuda.get_device_properties, range(count))
     ]
 
 
