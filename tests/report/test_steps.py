@@ -1,7 +1,5 @@
 """runs.json.xz holds every logged step, from which a report's verdicts and its rows' figures follow."""
 
-import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -77,26 +75,6 @@ def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(director
         speed = speed_of_run(list(records.values()), tokens_per_step=1) if records else {}
         for key in ("wall_step_ms", "step_time_ms_median", "loss_layer_ms"):
             assert speed.get(key) is None or speed[key] == pytest.approx(summary[key], rel=0, abs=10.0**-TIME_DIGITS)
-
-
-def test_few_bytes_hold_every_step(tmp_path: Path) -> None:
-    """72 runs of 305 steps, as 6 losses with 12 seeds make them: 400 KB at most."""
-    drawn = random.Random(0)
-    runs = []
-    for number in range(72):
-        losses = [
-            (step, float(np.float32(5 + 5 * math.exp(-step / 80) + drawn.gauss(0, 0.05)))) for step in range(1, 306)
-        ]
-        measured = range(6, 306)
-        times = {
-            name: [(step, float(np.float32(drawn.gauss(ms, ms / 50)))) for step in measured]
-            for name, ms in (("wall_step_ms", 16), ("step_ms", 15), ("loss_forward_ms", 1.9), ("loss_backward_ms", 0.7))
-        }
-        times["measured_steps"] = [(step, 1) for step in measured]
-        runs.append(Run({"run_name": f"run-{number}", "seed": number}, {}, {LOSS: losses, **times}))
-    path = write_committed(runs, tmp_path)
-    assert path.stat().st_size < 400_000
-    assert [run.losses for run in read_committed(tmp_path)] == [run.losses for run in runs]
 
 
 def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:

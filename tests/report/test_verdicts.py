@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib import pyplot
 from linrnn.report import plots, write, write_report
 from linrnn.report.curves import largest_difference
 from linrnn.report.runs import LOSS, Run, backend_names, read_committed, read_runs, write_committed
-from linrnn.report.targets import Verdict
+from linrnn.report.targets import Target, Verdict
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.origins import read_origin
@@ -40,46 +41,41 @@ NO_TIMES = {
     "measured_steps": 0,
     "gpu_shared": True,
 }
+
+
+def verdict_on(found: Sequence[Verdict], target: Target) -> Verdict:
+    """The verdict on our exact loss beside torch.compile."""
+    return only(found, target, "cce_kahan", "compiled")
+
+
 OF_TIMES = (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER, BACKWARD)
 
 
 def test_ratios_are_medians_over_paired_seeds_with_intervals() -> None:
     found = judged(FIVE_SEEDS)
-    memory = only(found, MEMORY, "cce_kahan", "compiled")
+    memory = verdict_on(found, MEMORY)
     assert (memory.value, memory.verdict, memory.n) == (pytest.approx(0.52), "reached", 5)
     assert (memory.low, memory.high) == (pytest.approx(0.5), pytest.approx(0.55)), "memory does not scatter: a range"
-    eager = only(found, MEMORY, "cce_kahan", "standard")
-    assert eager.value == pytest.approx(0.26)
-    speed = only(found, SPEED, "cce_kahan", "compiled")
+    assert only(found, MEMORY, "cce_kahan", "standard").value == pytest.approx(0.26)
+    speed = verdict_on(found, SPEED)
     assert (speed.value, speed.verdict) == (pytest.approx(1.09), "inconclusive"), "the interval holds 1.08"
-    assert speed.low is not None
-    assert speed.high is not None
-    assert speed.low < 1.08 < speed.high
-    loss = only(found, MVE_LOSS, "cce_kahan", "compiled")
-    assert (loss.value, loss.verdict) == (pytest.approx(0.004), "reached")
-    curve = only(found, CURVES, "cce_kahan", "compiled")
-    assert (curve.value, curve.verdict) == (pytest.approx(0.004), "reached")
-    perplexity = only(found, PERPLEXITY, "cce_kahan", "compiled")
-    assert (perplexity.value, perplexity.verdict) == (pytest.approx(0.04), "reached")
-    valid = only(found, VALID_LOSS, "cce_kahan", "compiled")
-    assert (valid.value, valid.verdict) == (pytest.approx(0.004), "reached")
+    assert (speed.low or 2) < 1.08 < (speed.high or 0)
+    for criterion, value in ((MVE_LOSS, 0.004), (CURVES, 0.004), (PERPLEXITY, 0.04), (VALID_LOSS, 0.004)):
+        assert (verdict_on(found, criterion).value, verdict_on(found, criterion).verdict) == (
+            pytest.approx(value),
+            "reached",
+        )
 
 
 @pytest.mark.parametrize("n", range(1, 5))
 def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
     runs = [*five("compiled")[:n], *five("cce_kahan", speed=5000, gib=1)[:n]]
     found = judged(runs)
-    for criterion in (
-        SPEED,
-        PERPLEXITY,
-        VALID_LOSS,
-        CURVES,
-        MVE_LOSS,
-    ):
-        verdict = only(found, criterion, "cce_kahan", "compiled")
+    for criterion in (SPEED, PERPLEXITY, VALID_LOSS, CURVES, MVE_LOSS):
+        verdict = verdict_on(found, criterion)
         assert (verdict.verdict, verdict.n) == ("inconclusive", n)
         assert f"n = {n}, needs 5" in verdict.remark
-    assert only(found, MEMORY, "cce_kahan", "compiled").verdict == "reached", "one run decides"
+    assert verdict_on(found, MEMORY).verdict == "reached", "one run decides"
 
 
 def test_equal_within_a_margin_means_to_either_side() -> None:
@@ -87,7 +83,7 @@ def test_equal_within_a_margin_means_to_either_side() -> None:
     for nats, expected in ((4.8, "not reached"), (5.2, "not reached"), (5.004, "reached"), (4.996, "reached")):
         found = judged([*five("compiled"), *five("cce_kahan", nats=nats)])
         for criterion in (PERPLEXITY, VALID_LOSS, MVE_LOSS):
-            assert only(found, criterion, "cce_kahan", "compiled").verdict == expected
+            assert verdict_on(found, criterion).verdict == expected
 
 
 def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> None:
@@ -96,10 +92,10 @@ def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> 
     ours = [run("cce_kahan", seed=s, nats=5 + d, valid_perplexity=200 + 300 * d) for s, d in enumerate(drifts)]
     base = [run("compiled", seed=s, valid_perplexity=200) for s in range(5)]
     found = judged([*base, *ours])
-    perplexity = only(found, PERPLEXITY, "cce_kahan", "compiled")
+    perplexity = verdict_on(found, PERPLEXITY)
     assert perplexity.verdict == "inconclusive"
     assert perplexity.remark == "±0.1 needs about 25 pairs at this scatter", "(1.645 x 0.3 / 0.1)² = 24.4"
-    valid = only(found, VALID_LOSS, "cce_kahan", "compiled")
+    valid = verdict_on(found, VALID_LOSS)
     assert (valid.verdict, valid.n, valid.remark) == ("reached", 5, "")
 
 
@@ -109,7 +105,7 @@ def test_the_final_loss_of_a_larger_model_is_judged_and_says_how_many_pairs_its_
     base = [run("compiled", seed=s, size="350m") for s in range(5)]
     found = judged([*base, *ours])
     for criterion in (FINAL_LOSS, VALID_LOSS):
-        verdict = only(found, criterion, "cce_kahan", "compiled")
+        verdict = verdict_on(found, criterion)
         assert verdict.verdict == "inconclusive"
         assert verdict.remark == "±0.01 needs about 25 pairs at this scatter", "(1.645 x 0.03 / 0.01)² = 24.4"
     assert not [v for v in found if v.target == MVE_LOSS]
@@ -169,10 +165,10 @@ def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
 def test_losses_of_a_few_steps_are_not_compared() -> None:
     found = judged([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
     for criterion in (PERPLEXITY, VALID_LOSS, MVE_LOSS, CURVES):
-        verdict = only(found, criterion, "cce_kahan", "compiled")
+        verdict = verdict_on(found, criterion)
         assert verdict.verdict == "not measured"
         assert "50 steps" in verdict.remark
-    assert only(found, MEMORY, "cce_kahan", "compiled").value is not None
+    assert verdict_on(found, MEMORY).value is not None
 
 
 def test_times_of_a_few_steps_are_not_compared() -> None:
@@ -191,7 +187,7 @@ def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side() -> N
         (500, "inconclusive", "below 0.880, what a free loss would give the baseline: noise"),
     ):
         runs = [*five("compiled", **times), *five("cce_kahan", speed=speed, **times)]
-        found = only(judged(runs), SPEED, "cce_kahan", "compiled")
+        found = verdict_on(judged(runs), SPEED)
         assert (found.verdict, found.remark) == (verdict, words)
 
 
@@ -199,18 +195,18 @@ def test_the_bound_of_a_free_loss_is_that_of_the_wall_clock_where_steps_were_tim
     times: dict[str, Any] = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}, "step_time_ms_median": 4.0}
     times |= {"wall_step_ms": 10.0, "host_step_ms": 6.0}
     runs = [*five("compiled", **times), *five("cce_kahan", speed=1300, **times)]
-    found = only(judged(runs), SPEED, "cce_kahan", "compiled")
+    found = verdict_on(judged(runs), SPEED)
     assert found.remark == "beyond what a free loss would give (1.250): noise; CPU-bound"
 
 
-def test_speed_on_a_cpu_is_no_answer() -> None:
+def test_speed_and_memory_on_a_cpu_are_no_answer() -> None:
     cpu = {"memory_bytes": {"resident_peak": GIB}}
     runs = [*five("compiled", **cpu), *five("cce_kahan", speed=2000, **cpu)]
     for batch in (16, 32):
         runs += [*five("compiled", batch_size=batch, **cpu), *five("cce_kahan", batch_size=batch, speed=2000, **cpu)]
     found = judged(runs)
-    for criterion in (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER):
-        verdict = only(found, criterion, "cce_kahan", "compiled")
+    for criterion in (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER, MEMORY, MVE_MEMORY):
+        verdict = verdict_on(found, criterion)
         assert (verdict.verdict, "on a GPU" in verdict.remark) == ("not measured", True)
 
 
@@ -220,19 +216,19 @@ def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock() -> 
         return [replace(one, summary=summary) for one, summary in zip(runs, kept, strict=True)]
 
     base, ours = five("compiled"), five("cce_kahan", speed=2000)
-    both = only(judged([*old(base), *old(ours)]), SPEED, "cce_kahan", "compiled")
+    both = verdict_on(judged([*old(base), *old(ours)]), SPEED)
     assert (both.verdict, both.value) == ("inconclusive", 2.0)
     assert "to be measured again" in both.remark
-    mixed = only(judged([*old(base), *ours]), SPEED, "cce_kahan", "compiled")
+    mixed = verdict_on(judged([*old(base), *ours]), SPEED)
     assert mixed.value is None
 
 
 def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
     found = judged([run("cce_kahan")])
-    memory = only(found, MEMORY, "cce_kahan", "compiled")
+    memory = verdict_on(found, MEMORY)
     assert (memory.verdict, memory.value, memory.n) == ("not measured", None, 0)
     assert "compiled has no finished run" in memory.remark
-    assert "find_max_batch" in only(found, BATCH, "cce_kahan", "compiled").remark
+    assert "find_max_batch" in verdict_on(found, BATCH).remark
 
 
 def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
@@ -243,17 +239,9 @@ def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
     assert without.value == pytest.approx((GIB - gradients) / (10 * GIB))
 
 
-def test_a_process_s_memory_on_a_cpu_is_no_answer() -> None:
-    runs = [run(loss, memory_bytes={"resident_peak": GIB}) for loss in ("compiled", "cce_kahan")]
-    found = judged(runs)
-    for criterion in (MEMORY, MVE_MEMORY):
-        assert only(found, criterion, "cce_kahan", "compiled").verdict == "not measured"
-        assert "GPU" in only(found, criterion, "cce_kahan", "compiled").remark
-
-
 def test_a_run_that_was_made_again_is_no_further_seed() -> None:
     again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
-    memory = only(judged([run("compiled"), *again]), MEMORY, "cce_kahan", "compiled")
+    memory = verdict_on(judged([run("compiled"), *again]), MEMORY)
     assert (memory.value, memory.n, memory.low) == (0.5, 1, None)
 
 
@@ -270,7 +258,7 @@ def test_a_search_answers_also_where_the_runs_tell_more_losses_apart() -> None:
     runs = [
         run(loss, seed=seed, **more) for loss, more in (("compiled", {}), ("cce_kahan", kahan)) for seed in range(3)
     ]
-    met = only(judged(runs, answers), BATCH, "cce_kahan", "compiled")
+    met = verdict_on(judged(runs, answers), BATCH)
     assert (met.verdict, met.value) == ("reached", 2.0)
     runs += [run("cce_kahan", seed=seed, run_name=f"fp32-{seed}", **fp32) for seed in range(3)]
     found = judged(runs, answers)
@@ -282,27 +270,27 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
     of_batches = (BATCH, "cce_kahan", "compiled")
     found = judged(FIVE_SEEDS, answers)
-    batch = only(found, BATCH, "cce_kahan", "compiled")
+    batch = verdict_on(found, BATCH)
     assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "not reached")
-    speed = only(found, SPEED_AT_LARGEST, "cce_kahan", "compiled")
+    speed = verdict_on(found, SPEED_AT_LARGEST)
     assert (speed.value, speed.verdict) == (pytest.approx(1.01), "inconclusive"), "a probe each"
     compiled_blocks = {**answer("cce_kahan", 24, 1010), "training": "trainer.compile_blocks=True"}
     unlike = judged(FIVE_SEEDS, [answer("compiled", 12, 1000), compiled_blocks])
-    assert only(unlike, BATCH, "cce_kahan", "compiled").value is None
+    assert verdict_on(unlike, BATCH).value is None
     of_two = [{**one, "parallel": "fsdp", "world_size": 2} for one in answers]
     assert only(judged(FIVE_SEEDS, [answers[0], of_two[1]]), *of_batches).value is None
     both = only(judged(FIVE_SEEDS, of_two), *of_batches)
     assert both.value == pytest.approx(13 / 12)
     assert "on each of 2 ranks (fsdp)" in both.setting
     strange = judged(FIVE_SEEDS, [answer("compiled", 12, 1000), answer("cce_kahan", 24, 1010, ELSEWHERE)])
-    batch = only(strange, BATCH, "cce_kahan", "compiled")
+    batch = verdict_on(strange, BATCH)
     assert batch.verdict == "not measured"
     assert "another device" in batch.remark
 
 
 def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothing() -> None:
     compiled, nothing = answer("compiled", 12, 1000), answer("cce_kahan", 0, 0)
-    cut_off = only(judged(FIVE_SEEDS, [compiled, {**nothing, "exact": False}]), BATCH, "cce_kahan", "compiled")
+    cut_off = verdict_on(judged(FIVE_SEEDS, [compiled, {**nothing, "exact": False}]), BATCH)
     assert (cut_off.value, cut_off.verdict) == (None, "not measured")
     assert "needs a search by scripts/find_max_batch.py" in cut_off.remark
     on_the_way = answer("cce_kahan", 18, 1000)
@@ -315,15 +303,15 @@ def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothin
             {**compiled, "max_sequences": theirs, "exact": theirs_exact},
             {**on_the_way, "max_sequences": ours, "exact": exact},
         ]
-        found = only(judged(FIVE_SEEDS, answers), BATCH, "cce_kahan", "compiled")
+        found = verdict_on(judged(FIVE_SEEDS, answers), BATCH)
         assert (found.verdict, found.remark) == (word, "a search did not end exact")
-    none = only(judged(FIVE_SEEDS, [compiled, nothing]), BATCH, "cce_kahan", "compiled")
+    none = verdict_on(judged(FIVE_SEEDS, [compiled, nothing]), BATCH)
     assert (none.value, none.verdict) == (0, "not reached")
 
 
 def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_ran() -> None:
     def larger(*runs: Run) -> Verdict:
-        return only(judged(runs), MVE_LARGER, "cce_kahan", "compiled")
+        return verdict_on(judged(runs), MVE_LARGER)
 
     both = [*FIVE_SEEDS, *five("compiled", batch_size=32, speed=1500), *five("cce_kahan", batch_size=32, speed=1800)]
     verdict = larger(*both)
@@ -428,14 +416,8 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Pat
     assert len(of_times) == 2 * 4 + 1, "the backward pass is asked of the filter alone"
     assert {(v.verdict, v.value) for v in of_times} == {("not measured", None)}
     assert all("not measured: the GPU was shared" in v.remark for v in of_times)
-    others = (
-        MVE_MEMORY,
-        MVE_LOSS,
-        CURVES,
-        PERPLEXITY,
-        VALID_LOSS,
-    )
-    assert {only(found, one, "cce_kahan", "compiled").n for one in others} == {5}
+    others = (MVE_MEMORY, MVE_LOSS, CURVES, PERPLEXITY, VALID_LOSS)
+    assert {verdict_on(found, one).n for one in others} == {5}
     text = write_report([one for loss in losses for one in five(loss, **shared)], tmp_path, "g")[0].read_text()
     assert "every run shared its GPU with other runs" in text
     assert "tokens/s, not measured" in text

@@ -98,13 +98,12 @@ def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(r
 def test_pages_say_whether_files_were_changed_or_that_nobody_knows(dirty, words):
     assert commit_in_words({"commit": "abcdef", "dirty": dirty}) == words
     assert commit_in_words({"commit": "abcdef", "dirty": dirty}, digits=3) == words.replace("def", "")
+    assert commit_in_words(None) == "unknown"
 
 
 def test_a_commit_named_by_hand_says_nothing_of_changes(repository, monkeypatch):
     monkeypatch.setenv("LINRNN_COMMIT", "abcdef")
-    state = environment._git_state(repository / "src" / "module.py")
-    assert commit_in_words(state) == "abcdef (uncommitted changes: unknown)"
-    assert commit_in_words(None) == "unknown"
+    assert environment._git_state(repository / "src" / "module.py") == {"commit": "abcdef", "dirty": None}
 
 
 def test_code_that_git_does_not_track_has_no_commit(repository):

@@ -9,7 +9,7 @@ from unittest.mock import ANY
 import pytest
 
 from linrnn.core.errors import DataError, StorageError
-from linrnn.runs.metrics import METRICS, JsonlWriter, bits_per_byte, perplexity, read_jsonl
+from linrnn.runs.metrics import JsonlWriter, bits_per_byte, perplexity, read_jsonl
 
 
 def write(path, *steps):
@@ -33,10 +33,6 @@ def test_bits_per_byte_of_a_uniform_byte_model_is_eight_whatever_the_tokenizer()
     assert bits_per_byte(4 * math.log(256), 4) == pytest.approx(8)
     with pytest.raises(ValueError, match="n_bytes"):
         bits_per_byte(1.0, 0)
-
-
-def test_every_metric_has_a_group_and_names_its_unit_or_meaning():
-    assert all("/" in name and meaning for name, meaning in METRICS.items())
 
 
 def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
@@ -70,27 +66,12 @@ def test_an_unknown_name_or_a_missing_step_is_a_bug_and_says_so(tmp_path, record
     assert writer.path.read_text() == ""
 
 
-def test_reopening_appends(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write(path, 1, 2)
-    write(path, 3)
-    assert steps_in(path) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b'{"step": 3, "train/loss_nats": 1.0', b"\0" * 40])
+@pytest.mark.parametrize("torn", [b'{"step": 3, "train/lo', b"\0" * 40])
 def test_a_torn_last_line_is_dropped_and_the_next_record_is_whole(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2)
     with path.open("ab") as file:
         file.write(torn)
-    assert steps_in(path) == [1, 2]
-    write(path, 3)
-    assert steps_in(path) == [1, 2, 3]
-
-
-def test_a_last_record_without_its_line_end_is_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
     assert steps_in(path) == [1, 2]
     write(path, 3)
     assert steps_in(path) == [1, 2, 3]

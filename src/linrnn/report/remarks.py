@@ -1,17 +1,15 @@
 """The sentences of a report: what its figures mean, where runs were made, what limits their speed, and what is next."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from linrnn.report.plots import NO_SPEED, clock_of
-from linrnn.report.runs import Run, backend_names, environment_of
+from linrnn.report.runs import Run, environment_of
 from linrnn.report.targets import RULES, Verdict
 from linrnn.report.verdicts import CONTROL, baseline_of
 from linrnn.runs.figures import (
     NOT_MEASURED,
     WALL_CLOCK,
     host_decides,
-    on_cpu,
     uneven_steps,
     waits_between_steps,
 )
@@ -61,40 +59,25 @@ def _on_speed(runs: Sequence[Run]) -> str:
 
 def on_runs(runs: Sequence[Run]) -> list[str]:
     """Remarks on single runs: failures, mixtures of origins, time that passes between steps, and uneven steps."""
-    mixtures = [
-        f"**{run.name} is a mixture: its processes differ in {', '.join(run.mixture)}; no result counts it**"
-        for run in runs
-        if run.mixture
-    ]
-    slowed = [
-        f"**{run.name} is CPU-bound**: {run.summary['host_step_ms']:.2f} ms of a step's "
-        f"{run.summary['wall_step_ms']:.2f} ms by wall clock are not the device's"
-        for run in runs
-        if host_decides(run.summary)
-    ]
-    between = [
-        f"{run.summary['host_step_ms']:.2f} ms of the {run.summary['wall_step_ms']:.2f} ms from step to step of "
-        f"{run.name} pass between its steps, for data, metrics and the console"
-        for run in runs
-        if waits_between_steps(run.summary) and on_cpu(run.summary)
-    ]
-    uneven = [f"{run.name}: {words}" for run in runs if (words := uneven_steps(run.summary))]
-    return [*_on_failures(runs), *mixtures, *slowed, *between, *uneven, *_on_sharing(runs)]
-
-
-def _on_failures(runs: Sequence[Run]) -> list[str]:
-    """What became of each run that did not finish. Where model, loss and batch are those of several runs, its name."""
-    names = backend_names([run.summary for run in runs])
-    kinds = [
-        f"{run.summary['model']} x {name}, B = {run.summary['batch_size']}"
-        for run, name in zip(runs, names, strict=True)
-    ]
-    return [
-        f"{kind if kinds.count(kind) == 1 else f'{kind}, {run.name}'}: {run.summary['status']}: "
-        f"{run.summary.get('reason') or 'no reason was recorded'}"
-        for run, kind in zip(runs, kinds, strict=True)
-        if not run.finished
-    ]
+    failures, mixtures, between, uneven = [], [], [], []
+    for run in runs:
+        s, name = run.summary, run.name
+        if not run.finished:
+            failures.append(f"{name}: {s['status']}: {s.get('reason') or 'no reason was recorded'}")
+        if run.mixture:
+            differing = ", ".join(run.mixture)
+            mixtures.append(f"**{name} is a mixture: its processes differ in {differing}; no result counts it**")
+        if waits_between_steps(s):
+            host, wall = f"{s['host_step_ms']:.2f} ms", f"{s['wall_step_ms']:.2f} ms"
+            between.append(
+                f"**{name} is CPU-bound**: {host} of a step's {wall} by wall clock are not the device's"
+                if host_decides(s)
+                else f"{host} of the {wall} from step to step of {name} pass between its steps, for data, metrics and "
+                "the console"
+            )
+        if words := uneven_steps(s):
+            uneven.append(f"{name}: {words}")
+    return [*failures, *mixtures, *between, *uneven, *_on_sharing(runs)]
 
 
 def _on_sharing(runs: Sequence[Run]) -> list[str]:
@@ -122,19 +105,7 @@ def on_origin(runs: Sequence[Run]) -> list[str]:
         f"device: {gpus}{driver}{allocator}, Python {environment.get('python')}",
         f"commit: {commit_in_words(environment.get('git'))}",
         f"versions: {packages}",
-        *_on_kernels(environment),
         *_on_gpus(runs),
-    ]
-
-
-def _on_kernels(environment: dict[str, Any]) -> list[str]:
-    """Where the configurations of FLA's kernels are from. Earlier versions and CPUs have no record of them."""
-    if not (choices := environment.get("kernel_choices")):
-        return []
-    first = f"{choices['first']} in their first configuration, " if choices.get("first") else ""
-    return [
-        f"autotune cache of the first run: {choices['fingerprint']} ({choices['stored']} stored, {choices['near']} "
-        f"stored for another batch, {first}{choices['tuned']} tuned at the run)"
     ]
 
 
