@@ -385,29 +385,6 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand() -> None:
         assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more
 
 
-@pytest.mark.parametrize("workspace_mib", [None, 64, 512, 2048])
-@pytest.mark.parametrize(("n", "d", "v"), [*SHAPES, (600, 64, 500), (131072, 4096, 262144)])
-@pytest.mark.parametrize(
-    ("accumulate", "dtype"), [("kahan", torch.bfloat16), ("fp32", torch.bfloat16), ("kahan", torch.float32)]
-)
-def test_the_scheme_of_cce_is_the_one_that_the_kernels_choose(
-    workspace_mib: float | None, n: int, d: int, v: int, accumulate: str, dtype: torch.dtype
-) -> None:
-    schemes = pytest.importorskip("cce_kernels.planner", reason="needs Triton")
-    options = schemes.Options(accumulate=accumulate, workspace_mib=workspace_mib)
-    problem = schemes.Problem(n, d, v, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
-    try:
-        chosen = schemes.plan(problem, 132, options)
-    except schemes.WorkspaceTooSmall:
-        return
-    expected = cce_scheme(CceKahanLossConfig("cce_kahan", accumulate, workspace_mib), n, d, v, dtype.itemsize)
-    assert bool(chosen.rows) == bool(expected.rows)
-    if chosen.rows:  # the kernels may take more chunks, so that fewer multiprocessors idle
-        assert chosen.rows <= expected.rows
-    else:
-        assert chosen.columns <= expected.columns
-
-
 def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing() -> None:
     config = configured("model=gla", "size=1b3")
     step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16_autocast", "activation_checkpointing": "none"}

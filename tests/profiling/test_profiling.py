@@ -83,24 +83,17 @@ def inputs():
     return torch.randn(5, 3, requires_grad=True), nn.Parameter(torch.randn(7, 3)), torch.zeros(5).long()
 
 
-def test_ranges_enclose_the_loss_layers_forward_and_backward_and_nothing_else(events):
-    hidden, weight, labels = inputs()
-    output = watched_loss(
-        lambda h, w, _: Output(TracedLoss.apply(h, w, events)), After.apply(hidden, events), weight, labels
-    )
-    assert events == ["<loss forward>", "loss", "</loss forward>"]
-    assert output.n_tokens == 5
-    (output.sum_nats / 5).backward()
-    del events[5]  # the gradient's address
-    assert events[3:] == ["<loss backward>", "loss gradient", "</loss backward>", "model gradient"]
-
-
-def test_each_micro_step_has_its_own_ranges_with_tied_weights(events):
+def test_ranges_enclose_the_loss_layers_passes_in_each_micro_step_and_nothing_else(events):
     _, weight, labels = inputs()
     for _ in range(2):
-        hidden = weight[:5] * 2  # the weight is the embedding, too
-        watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, [])), hidden, weight, labels).sum_nats.backward()
-    assert events == 2 * ["<loss forward>", "</loss forward>", "<loss backward>", "</loss backward>"]
+        events.clear()
+        hidden = After.apply(weight[:5] * 2, events)  # the weight is the embedding, too
+        output = watched_loss(lambda h, w, _: Output(TracedLoss.apply(h, w, events)), hidden, weight, labels)
+        assert events == ["<loss forward>", "loss", "</loss forward>"]
+        assert output.n_tokens == 5
+        (output.sum_nats / 5).backward()
+        del events[5]  # the gradient's address
+        assert events[3:] == ["<loss backward>", "loss gradient", "</loss backward>", "model gradient"]
 
 
 def test_loss_and_gradients_are_those_of_the_bare_loss_bit_for_bit():
@@ -315,12 +308,9 @@ def test_a_trace_holds_the_steps_asked_for_or_those_that_there_were(tmp_path, st
     assert len(spans) == expected
 
 
-def test_no_trace_is_written_unless_asked_for(tmp_path):
+def test_no_trace_is_written_unless_asked_for_and_one_that_cannot_be_written_is_a_storage_error(tmp_path):
     run_traced(tmp_path / "trace.json", profile_steps=0, skip=0, steps=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_trace_that_cannot_be_written_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="trace"):
         run_traced(tmp_path / "file" / "trace.json", profile_steps=1, skip=0, steps=2)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,10 +20,9 @@ from linrnn.report.remarks import on_figures, on_origin, on_runs
 from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
 from linrnn.report.summary import sentences
 from linrnn.report.tables import of_runs, of_verdicts
-from linrnn.report.targets import TARGETS, judge, parse_target, read_targets, store_targets
+from linrnn.report.targets import judge, parse_target, read_targets, store_targets
 from linrnn.report.verdicts import baseline_of, verdicts
 from linrnn.report.write import Inputs
-from linrnn.training.trainer import Trainer
 
 MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
 LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}
@@ -318,34 +316,6 @@ def test_details_are_folded_and_what_matters_is_not(page: Path) -> None:
     assert text.index("<img") < text.index("<table"), "a picture stands before the first table"
     rows = [row for table in Page(text).tables if table[0][0].startswith("result") for row in table[1:]]
     assert {row[0] for row in rows} == {"✗ not reached"}, "readable without colour"
-
-
-def test_a_group_that_was_trained_here_is_a_report_of_one_file(
-    small_of_module: Callable[..., list[str]],
-) -> None:
-    """From train.py's runs to the page: every run, its command, sentences, a target's answer."""
-    common = ("model=transformer", "size=smoke", "group=tiny", "trainer.max_steps=52", "schedule.steps=52")
-    common += ("trainer.seq_len=16", "trainer.batch_size=1", "trainer.valid_tokens=32", "trainer.checkpoint_every=0")
-    for loss in ("standard", "cce_kahan"):
-        for seed in (0, 1):
-            options = small_of_module(*common, f"loss={loss}", f"seed={seed}")
-            Trainer(load_config(options)).fit()
-    results = Path(load_config(options).results_dir)
-    store_targets([{**LOSS, "of": "standard"}], results / "tiny")
-    paths = make_report(load_config(["group=tiny", f"results_dir={results}"], "report"))
-    read = Page(paths[1].read_text())
-    [first, second, third] = [text.strip() for text in read.texts["li"]][:3]
-    assert first == "4 runs of Transformer (smoke) on a CPU: all finished."
-    assert second == "They differ in loss (cce_kahan, standard); seed (0, 1)."
-    assert third.startswith("cce_kahan beside standard: ")
-    assert "2 pairs" in third
-    assert "Targets: 1 inconclusive" in read.texts["h2"]
-    [of_the_runs] = [table for table in read.tables if any("status" in cell for cell in table[0])]
-    assert len(of_the_runs) == 1 + 4
-    [commands] = [text for text in read.texts["pre"] if text.strip()]
-    assert len(commands.splitlines()) == 4
-    assert (results / "summaries" / "tiny" / TARGETS).exists()
-    assert read_committed(paths[0].parent)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}
 
 
 @pytest.mark.usefixtures("text_alone")

@@ -10,6 +10,7 @@ import pytest
 from linrnn.config import load_config
 from linrnn.report import make_report, write
 from linrnn.report.runs import COMMITTED, LOSS, TIME_DIGITS, TIMES, Run, read_committed, read_runs, write_committed
+from linrnn.report.targets import store_targets
 from linrnn.runs.figures import speed_of_run
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training.trainer import Trainer
@@ -33,10 +34,25 @@ def folder(small_of_module: Callable[..., list[str]], tmp_path_factory: pytest.T
                 Trainer(load_config([*options, "trainer.max_steps=20", "trainer.checkpoint_every=20"])).fit()
             Trainer(load_config(options)).fit()
     results = Path(load_config(options).results_dir)
+    store_targets([{"metric": "valid_loss_nats", "within": 0.01, "of": "standard"}], results / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write, "_figures", lambda *given: [])
         make_report(load_config(["group=tiny", f"results_dir={results}"], "report"))
     return results / "summaries" / "tiny"
+
+
+def test_runs_that_were_trained_here_become_a_page(folder: Path) -> None:
+    """Every run, its command, sentences, a target's answer."""
+    text = (folder / "report.md").read_text()
+    first, second, third = [line for line in text.splitlines() if line.startswith("* ")][:3]
+    assert first == "* 10 runs of Transformer (smoke) on a CPU: all finished."
+    assert second == "* They differ in loss (cce_kahan, standard); seed (5 values)."
+    assert third.startswith("* cce_kahan beside standard: ")
+    assert "5 pairs" in third
+    assert "<summary>Targets: 1 reached</summary>" in text
+    assert text.count("| transformer | smoke |") == text.count("\npython ") == 10
+    assert (folder / "targets.json").exists()
+    assert read_committed(folder)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}
 
 
 def test_the_file_holds_what_metrics_jsonl_holds(folder: Path) -> None:
