@@ -3,13 +3,15 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.hooks import RemovableHandle
 
 from linrnn.models import LanguageModel
 from linrnn.models.language_model import KEPT_PRODUCTS
@@ -31,6 +33,20 @@ def part_modules(model: LanguageModel) -> dict[str, list[nn.Module]]:
 def projections(model: LanguageModel) -> list[nn.Module]:
     """The linear layers inside of the mixers. A layer whose weight a fused kernel reads itself is never called."""
     return [layer for mixer in model.mixers for layer in mixer.modules() if isinstance(layer, nn.Linear)]
+
+
+def _parts(modules: dict[str, list[nn.Module]]) -> list[tuple[str, nn.Module]]:
+    return [(part, module) for part, own in modules.items() for module in own]
+
+
+@contextlib.contextmanager
+def _removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Remove the hooks after the block."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 # --------------------------------------------------------------------------------------------- saved activations
@@ -59,31 +75,19 @@ class SavedActivations:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Count what is saved inside the block, during one forward and backward pass."""
-        with contextlib.ExitStack() as hooks:
-            for part, modules in part_modules(self._model).items():
-                for module in modules:
-                    hooks.callback(module.register_forward_pre_hook(self._entering(part)).remove)
-                    hooks.callback(module.register_forward_hook(self._leaving).remove)
-            for block in self._model.blocks:
-                hook = block.register_forward_pre_hook(self._block_inputs, with_kwargs=True)
-                hooks.callback(hook.remove)
-            hooks.callback(self._model.register_forward_hook(self._body_ended).remove)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-            if self._model.keeps_products:
-                hooks.enter_context(_Products(self._product))
+        parts = _parts(part_modules(self._model))
+        products = _Products(self._product) if self._model.keeps_products else contextlib.nullcontext()
+        hooks = [
+            *(module.register_forward_pre_hook(partial(self._now, part)) for part, module in parts),
+            *(module.register_forward_hook(partial(self._now, "other")) for _, module in parts),
+            *(block.register_forward_pre_hook(self._block_inputs, with_kwargs=True) for block in self._model.blocks),
+            self._model.register_forward_hook(partial(self._now, "loss")),
+        ]
+        with _removed(hooks), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor), products:
             yield
 
-    def _entering(self, part: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._part = part
-
-        return enter
-
-    def _leaving(self, *_: Any) -> None:
-        self._part = "other"
-
-    def _body_ended(self, *_: Any) -> None:
-        self._part = "loss"
+    def _now(self, part: str, *_: Any) -> None:
+        self._part = part
 
     def _block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._model.is_checkpointed and torch.is_grad_enabled():
@@ -149,18 +153,14 @@ class PartClock:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Time one step: forward and backward passes and optimizer."""
-        with contextlib.ExitStack() as hooks:
-            for part, modules in {**part_modules(self._model), PROJECTIONS: projections(self._model)}.items():
-                for module in modules:
-                    before = module.register_forward_pre_hook(self._enter(part), with_kwargs=True)
-                    after = module.register_forward_hook(self._leave(part))
-                    hooks.callback(before.remove)
-                    hooks.callback(after.remove)
-            before_update = self._optimizer.register_step_pre_hook(lambda *_: self.begin("optimizer"))
-            after_update = self._optimizer.register_step_post_hook(lambda *_: self.end("optimizer"))
-            hooks.callback(before_update.remove)
-            hooks.callback(after_update.remove)
-            hooks.enter_context(set_checkpoint_early_stop(False))
+        parts = _parts({**part_modules(self._model), PROJECTIONS: projections(self._model)})
+        hooks = [
+            *(module.register_forward_pre_hook(self._enter(part), with_kwargs=True) for part, module in parts),
+            *(module.register_forward_hook(self._leave(part)) for part, module in parts),
+            self._optimizer.register_step_pre_hook(lambda *_: self.begin("optimizer")),
+            self._optimizer.register_step_post_hook(lambda *_: self.end("optimizer")),
+        ]
+        with _removed(hooks), set_checkpoint_early_stop(False):
             begun = time.perf_counter()
             self.begin("step")
             yield
