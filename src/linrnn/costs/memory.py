@@ -31,7 +31,7 @@ class MemoryEstimate:
             in the compute dtype under autocast, and gathered blocks that stay), mixer, mlp, residual (the norms' and
             checkpointed blocks' inputs) and loss_inputs (hidden states, and the head if it is a copy).
         loss_forward, loss_backward: the most that the passes of the output layer add, gradients included.
-        at_blocks: the peak in the backward pass of the blocks.
+        at_loss, at_blocks: the peaks in the output layer, and in the backward pass of the blocks.
         at_update: the peak when all gradients exist.
     """
 
