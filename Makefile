@@ -18,7 +18,7 @@ test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at
 	@$(RUN) -m compileall -qq src kernels || true
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-newest: $(VENV)-newest/test ## the kernels' tests with the newest torch and Triton (MINUTES; first about 6 GB are downloaded)
+test-newest: $(VENV)-newest/test ## the kernels' tests with the newest torch and Triton (about 10 minutes on two cores; the first time it downloads some 6 GB)
 test-oldest: $(VENV)-oldest/test ## the kernels' tests with the oldest torch and Triton (as long)
 test-newest test-oldest:
 	$(<D)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/kernels $(ARGS)
