@@ -183,7 +183,7 @@ def by_column_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["starts_size", "n_rows"])
 def gather_kernel(
     active_ptr,  # () int32; where 0, there is nothing to do
     starts_ptr,  # (PARTS, n_rows + 1): where each row's list starts in each part of the lists

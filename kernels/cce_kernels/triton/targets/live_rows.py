@@ -19,7 +19,7 @@ from ...row_math import IGNORED
 from ...runtime.launch import quick
 from ...runtime.tiles import cdiv, power_of_2
 
-BLOCK = 8192  # rows that the one program of `live_rows` reads at a time
+BLOCK, SHORT = 8192, 1024  # rows that the one program of `live_rows` reads at a time: of up to SHORT rows, SHORT
 ROWS = 16  # rows that a program of `gather` copies
 
 
@@ -111,7 +111,7 @@ def live_rows(columns: Tensor, height: int, rows: Tensor, counts: Tensor) -> Non
     n_rows = columns.shape[0]
     live_rows_kernel[(1,)](
         columns, rows, counts, n_rows, height, cdiv(n_rows, height), IGNORED,
-        min(BLOCK, max(128, power_of_2(n_rows))), num_warps=16,
+        BLOCK if n_rows > SHORT else SHORT, num_warps=16,
     )  # fmt: skip
 
 
