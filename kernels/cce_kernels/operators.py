@@ -83,6 +83,8 @@ def cross_entropy(x: Inputs, call: Call) -> tuple[Tensor, Any, Tensor | None]:
 def _forward(x: Inputs, call: Call) -> Results:
     """The results for this rank's rows."""
     backend, place = backend_of(x.e), call.place
+    if backend.ahead is not None:
+        backend.ahead.compile_kernels(cross_entropy, x, call)
     with kernels_on(x.e):
         plan = _plan(x, call)  # before any computation, because it refuses a workspace that is too small
         o, rows = (call.options, 0) if plan is None else (plan.options(call.options), plan.rows)

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..runtime.devices import properties
+from ..runtime.devices import REHEARSAL, properties
 from ..runtime.interpreter import INTERPRETED
 from . import in_torch
 
@@ -40,10 +40,10 @@ def backend_of(x: Tensor) -> ModuleType:
     """The backend of x's device: a module with target_columns, find_targets, prepare, plan, forward, backward,
     reduce_loss, mean_gradient, row_coefficients, mean_logits and filter_figures.
 
-    with_triton.py also has settle, three_products, select and gather, for plans that only it makes, and the module
-    program, which repeats passes; in_torch.py has None for it.
+    with_triton.py also has settle, three_products, select and gather, for plans that only it makes, and the modules
+    program, which repeats passes, and ahead, which compiles; in_torch.py has None for them.
     """
-    return _backend_on(x.device)
+    return _backend_on(REHEARSAL.device or x.device)
 
 
 def refuse_given_back(**inputs: Tensor | None) -> None:

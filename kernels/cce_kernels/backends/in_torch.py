@@ -30,7 +30,7 @@ from ..row_math import reduce_loss as reduce_loss
 from ..row_math import row_coefficients as row_coefficients
 from ..row_math import target_columns as target_columns
 
-program = None  # nothing is repeated without Python (runtime/program.py)
+program = ahead = None  # nothing is repeated without Python (runtime/program.py), and nothing is compiled
 
 _MULTIPLE = 16  # a chunk's columns are a multiple, which aligns the workspace's rows for the CPU's vector units
 _FAR = 1e4  # nats below the largest logit, where exponentials are 0 but products with them must stay finite

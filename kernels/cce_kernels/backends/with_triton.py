@@ -10,7 +10,7 @@ from ..filter.recomputed import backward
 from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem
-from ..runtime import program
+from ..runtime import ahead, program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 from ..schemes.operands import prepare
@@ -21,7 +21,7 @@ from ..triton.row_stats import forward
 from ..triton.targets.columns import target_columns
 
 __all__ = [
-    "backward", "filter_figures", "find_targets", "forward", "gather", "mean_gradient", "mean_logits", "plan",
+    "ahead", "backward", "filter_figures", "find_targets", "forward", "gather", "mean_gradient", "mean_logits", "plan",
     "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
 ]  # fmt: skip
 

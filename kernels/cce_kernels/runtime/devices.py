@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -50,10 +51,19 @@ def target(capability: int) -> Device:
     return Device(capability, SHARED_KIB[capability] * 1024, 4)
 
 
+class _Rehearsal(threading.local):
+    device: torch.device | None = None
+    launch: Any = None
+
+
+# What this thread rehearses (ahead.py): the GPU that tensors on the meta device stand for, and what takes up launches.
+REHEARSAL = _Rehearsal()
+
+
 def without_values(x: Tensor) -> bool:
-    """Whether x has a shape but no values: a fake tensor, or one on the meta device."""
+    """Whether x has a shape but no values: a fake tensor, or one on the meta device that no rehearsal is about."""
     if x.is_meta:
-        return True
+        return REHEARSAL.device is None
     # Not imported here, because it imports torch's compiler, which takes 2 s. Without it no fake tensor exists.
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(x, fake.FakeTensor)
@@ -69,7 +79,8 @@ def kernels_on(x: Tensor) -> AbstractContextManager[Any]:
     """
     kind = x.device.type
     elsewhere = kind == "cuda" and x.device.index != torch.cuda.current_device()
-    return _moved_to(x) if elsewhere or torch.is_autocast_enabled(kind) else _NOTHING
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch has no autocast on meta
+    return _moved_to(x) if elsewhere or autocast else _NOTHING
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .devices import REHEARSAL
 from .interpreter import INTERPRETED
 
 try:
@@ -72,6 +73,9 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if REHEARSAL.launch is not None:
+            REHEARSAL.launch(self.kernel, grid, args, options)
+            return
         tape, active, hooked = RECORDING.tape, driver.active, _hooked()
         if Quick.all_through_triton:
             if tape is not None:
@@ -151,8 +155,8 @@ def _hooked() -> bool:
 
 
 def watched() -> bool:
-    """Whether every launch has to go through Triton, because of hooks or `through_triton`."""
-    return Quick.all_through_triton or _hooked()
+    """Whether every launch has to go through Triton, because of hooks, `through_triton` or a rehearsal."""
+    return Quick.all_through_triton or _hooked() or REHEARSAL.device is not None
 
 
 def _exact(key: list[Any], args: tuple) -> tuple:

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .devices import IN_INTERPRETER, Device, properties, target
+from .devices import IN_INTERPRETER, REHEARSAL, Device, properties, target
 from .interpreter import INTERPRETED, mend
 from .launch import EXACT
 
@@ -234,6 +234,8 @@ def device_of(x: Tensor) -> Device:
     """The device that kernels on x are compiled for: x's GPU, the interpreter, or the target that the driver names."""
     if x.is_cuda:
         return properties(x.device)
+    if REHEARSAL.device is not None:
+        return properties(REHEARSAL.device)
     return IN_INTERPRETER if INTERPRETED else target(driver.active.get_current_target().arch)
 
 
