@@ -129,6 +129,7 @@ import sys
 from types import ModuleType
 import pytest
 from cases import BF16, Case
+import triton.experimental.gluon.language.nvidia.hopper  # Triton itself may need it
 import triton.language.extra.cuda
 sys.modules["triton.language.extra.cuda"] = ModuleType("triton.language.extra.cuda")  # one that has no names
 sys.modules["triton.experimental.gluon.language.nvidia.hopper"] = None  # the import of it fails
