@@ -213,6 +213,18 @@ def test_a_file_system_that_cannot_flush_a_directory_takes_checkpoints(
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000001"
 
 
+def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    rename = Path.rename
+    monkeypatch.setattr(write, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda self, target: (done.append("renamed"), rename(self, target))[1])
+    saved(tmp_path, 1)
+    [path] = checkpoint.found(tmp_path)
+    assert {file.name for file in path.rglob("*")} <= set(done[: done.index("renamed")])
+
+
 def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"0.bias is \(6,\) in the checkpoint and \(5,\) in this model"):
