@@ -56,7 +56,7 @@ from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import Stopwatch
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import command_line, gpu_state
-from linrnn.training.execution.compilation import compile_kernels_of, rehearse, rehearses
+from linrnn.training.execution.compilation import compile_kernels, rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
@@ -319,7 +319,7 @@ class Bench:
         self.step = next(iter(self.steps.values()))  # for what all batches share
         batch = self.step.batch
         if rehearses(run, device):
-            compile_kernels_of(lambda: rehearse(model, batch, plan.precision, device), device, say)
+            compile_kernels(lambda: rehearse(model, batch, plan.precision, device), device, say)
             self.step.drop_gradients()
             common.free(device)
         # The optimizer allocates its state at a rate of 0: a loss that fails cannot leave half of it.

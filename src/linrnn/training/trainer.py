@@ -346,11 +346,8 @@ class Trainer:
                 )
             except Exception as error:
                 # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
-                if (
-                    ran_out_of_memory(error)
-                    and self.ranks.world_size == 1
-                    and self.config.trainer.checkpoint_every != 0
-                ):
+                alone, saves = self.ranks.world_size == 1, self.config.trainer.checkpoint_every != 0
+                if alone and saves and ran_out_of_memory(error):
                     self.save()
                 raise
             self.log.validation(self.step, evaluation)

@@ -21,28 +21,6 @@ from linrnn.profiling import watched_loss
 from linrnn.training.runtime import synchronize
 
 
-def compile_kernels(
-    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], *, together: bool
-) -> bool:
-    """Rehearse the forward and backward pass of a step on a GPU, so that all its kernels are compiled at once.
-
-    Args:
-        rehearsal: rehearses a step; for errors see :func:`compile_kernels_of`.
-        say: prints a line.
-        together: ranks share one model and rehearse together. One of them cannot give up alone, so any error is raised.
-
-    Returns:
-        Whether the rehearsal came to its end.
-    """
-    if together:
-        with tuning.compile_ahead(cores_of_rank()):
-            rehearsal()
-    elif not compile_kernels_of(rehearsal, device, say, cores_of_rank()):
-        return False
-    torch.cuda.empty_cache()
-    return True
-
-
 def rehearses(config: Config, device: torch.device) -> bool:
     """Whether a run's kernels are compiled ahead.
 
@@ -55,36 +33,38 @@ def rehearses(config: Config, device: torch.device) -> bool:
     return facts_of(name).cpu is not None or not isinstance(config.parallel, FsdpConfig)
 
 
-def compile_kernels_of(
-    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], threads: int | None = None
+def compile_kernels(
+    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], *, together: bool = False
 ) -> bool:
-    """Compile all kernels that `rehearsal` calls. Returns whether it came to its end.
+    """Compile all kernels that `rehearsal` calls, at once. Returns whether it came to its end.
 
     An error in it may come from what no kernel has written. Then one line says so, and the kernels are compiled in the
     step itself. The step raises the same error if it has another cause.
 
     Args:
-        threads: as for :func:`linrnn.models.tuning.compile_ahead`.
+        say: prints the line.
+        together: ranks share one model and rehearse together. One of them cannot give up alone, so any error is raised.
 
     Raises:
         LinrnnError: the rehearsal raised it.
         RuntimeError: memory ran out, or the GPU is unusable for this process (an illegal memory access).
     """
+    ended = False
     try:
-        with tuning.compile_ahead(threads):
+        with tuning.compile_ahead(cores_of_rank()):
             rehearsal()
             synchronize(device)
+        ended = True
     except Exception as error:
-        if isinstance(error, LinrnnError) or ran_out_of_memory(error):
+        if together or isinstance(error, LinrnnError) or ran_out_of_memory(error):
             raise
         synchronize(device)
         say(f"the step compiles its kernels one by one: compiling ahead failed ({described(error)})")
-    else:
-        return True
-    gc.collect()  # the error's frames, which hold tensors
+    if not ended:
+        gc.collect()  # the error's frames, which hold tensors
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return False
+    return ended
 
 
 def rehearse_step(
