@@ -15,6 +15,11 @@ devices = pytest.mark.parametrize(
 )
 
 
+kernels = pytest.mark.parametrize(
+    "device", [pytest.param(PLACES[name][0], marks=PLACES[name][1], id=name) for name in ("interpreter", "cuda")]
+)  # of the tests that only the Triton kernels pass
+
+
 def devices_with(
     name: str, values: Sequence[Any], interpreted: Sequence[Any], ids: Callable[[Any], str] = str
 ) -> pytest.MarkDecorator:

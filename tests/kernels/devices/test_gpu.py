@@ -4,24 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import (
-    APART,
     BF16,
     CASES,
     FP16,
     FP32,
     IGNORE,
-    SKIPPED_ROWS,
-    STORED,
     Case,
     check,
-    check_offloaded,
-    check_one_chunk,
-    check_skipped_rows,
-    check_small_workspace,
-    check_stored,
-    check_stored_options,
-    check_sums,
-    check_targets_apart,
     draw,
     error,
     gradients,
@@ -29,17 +18,7 @@ from cases import (
 from cce_kernels import PRESETS, linear_cross_entropy
 from filter_cases import (
     FILTERED,
-    Filtered,
-    check_adversarial_rows,
-    check_draws,
-    check_exact_at_no_mass,
-    check_exact_where_not_faster,
-    check_figures,
     check_filtered,
-    check_monotone,
-    check_order_of_the_vocabulary,
-    check_row_coefficients,
-    check_unbiased,
 )
 from hypothesis import given, settings
 from random_cases import random_cases
@@ -84,35 +63,6 @@ def test_moderate_cases_are_within_twice_torchs_error(case, dtype):
 @pytest.mark.parametrize("case", FILTERED, ids=str)
 def test_filtered_gradients_and_statistics_are_those_of_the_rule(case, dtype):
     check_filtered(case, dtype, "cuda")
-
-
-def test_kernels_draw_what_the_rule_says():
-    check_draws("cuda")
-
-
-def test_kernels_report_what_the_filter_did():
-    check_figures("cuda")
-
-
-def test_kernels_find_the_rows_coefficients():
-    check_row_coefficients("cuda")
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, dtype):
-    monkeypatch.setattr("cce_kernels.filter.rule.MOST_HEAD", 16)
-    check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(300, 96, 3000)), dtype, "cuda")
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_properties_of_the_filter(unbiased):
-    check_adversarial_rows(unbiased, "cuda")
-    check_monotone(unbiased, "cuda")
-    check_exact_at_no_mass("cuda")
-    for with_bias in (False, True):
-        check_exact_where_not_faster("cuda", with_bias=with_bias)
-    check_order_of_the_vocabulary("cuda")
-    check_unbiased("cuda", draws=256)
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
@@ -184,14 +134,6 @@ def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
         assert error(grad, want) <= 2 * error(base, want)
 
 
-def test_kahan_sums_over_many_chunks_as_well_as_fp32():
-    check_sums(chunks=256, rows=512, device="cuda")
-
-
-def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
-    check_small_workspace("cuda", (4096, 16), 600)
-
-
 def test_more_logits_than_32_bits_count():
     """N V = 2.6e9. Loss and gradients agree with fp32 products over chunks of rows."""
     n_rows, dim, vocab = 20000, 64, 128256
@@ -214,17 +156,6 @@ def test_more_logits_than_32_bits_count():
     for grad, want in zip(grads, (torch.cat(grad_e), c32.grad), strict=True):
         rounding = error(want.to(BF16), want)
         assert error(grad, want) <= 2 * rounding  # of the entries of dz, of the result
-
-
-def test_saved_tensors_may_be_offloaded():
-    check_offloaded(linear_cross_entropy, "cuda")
-
-
-def test_a_target_outside_the_vocabulary_makes_the_loss_nan():
-    e, c, targets, _ = draw(Case("outside", shape=(300,), ignored=0), "cuda")
-    targets[7] = c.shape[0]
-    rows = linear_cross_entropy(e, c, targets, reduction="none")
-    assert rows.isnan().nonzero().tolist() == [[7]]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -252,29 +183,6 @@ def test_inside_a_compiled_and_checkpointed_program():
     torch.testing.assert_close(compiled, want)
     for a, b in zip(gradients(compiled, (e, c)), gradients(want, (e, c)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=2e-2)
-
-
-@pytest.mark.parametrize("arguments", STORED.values(), ids=STORED)
-def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
-    check_stored("cuda", *arguments)
-
-
-def test_stored_exponentials_through_the_public_function(monkeypatch):
-    check_stored_options("cuda", monkeypatch)
-
-
-def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
-    check_one_chunk("cuda", monkeypatch)
-
-
-@pytest.mark.parametrize("arguments", SKIPPED_ROWS.values(), ids=SKIPPED_ROWS)
-def test_ignored_rows_are_left_out_of_the_products(arguments, monkeypatch):
-    check_skipped_rows("cuda", monkeypatch, *arguments)
-
-
-@pytest.mark.parametrize("arguments", APART.values(), ids=APART)
-def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(arguments):
-    check_targets_apart("cuda", *arguments)
 
 
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 16}, FITS], ids=["stored", "recomputed", "filtered"])

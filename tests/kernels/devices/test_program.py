@@ -36,11 +36,6 @@ def test_pieces_of_memory_that_live_at_the_same_time_do_not_overlap(lives):
                 assert offsets[one] + n <= offsets[other] or offsets[other] + its_n <= offsets[one]
 
 
-def test_pieces_that_live_one_after_another_share_their_bytes():
-    assert arranged({"a": (1000, 0, 1), "b": (900, 2, 3), "c": (100, 4, 5)}) == ({"a": 0, "b": 0, "c": 0}, 1024)
-    assert arranged({"a": (1000, 0, 2), "b": (900, 2, 3)})[1] == 2048
-
-
 class Launch:
     """A stand-in for an open launch. Once it has addresses, it writes them down."""
 
@@ -82,32 +77,6 @@ def test_a_program_follows_the_addresses_of_its_inputs_and_keeps_no_tensor():
     assert wrote_result == found.result(0, made).data_ptr()
     assert found.result(0, made).shape == (50,)
     assert len(made) == 1, "the result; no arena, because it would be empty"
-
-
-@pytest.mark.parametrize(("size", "lent"), [(99, False), (ALIGNMENT // 4, True)])
-def test_own_memory_that_no_launch_uses_serves_as_scratch(size, lent):
-    """The stand-in's temporary takes 400 bytes, which are aligned to 512."""
-    log: list = []
-    x = torch.zeros(50)
-    with Tape() as tape:
-        idle, temporary, result = x.new_empty(size), x.new_empty(100), torch.empty_like(x)
-        tape.add((Launch(log), [x, temporary]))
-        tape.add((Launch(log), [temporary, result]))
-    found = Program(tape, [x], [result, idle], [result, idle])
-    made = found.run([x], x)
-    assert [tuple(one.shape) for one in made] == [(50,), (size,)]
-    assert (log[0][1] == made[1].data_ptr()) == lent
-
-
-def test_memory_that_is_allocated_again_at_the_same_address_is_another_piece():
-    x = torch.zeros(1000)
-    with Tape() as tape:
-        for _ in range(20):
-            x.new_empty(1000)  # freed at once: a tape keeps no tensor
-        last = x.new_empty(500)
-        assert tape.spot(last).piece == tape.pieces[20]
-    assert len(tape.pieces) == 21
-    assert tape.spot(x).piece is None
 
 
 def test_a_pass_that_computes_with_torch_is_never_repeated(monkeypatch):

@@ -6,18 +6,9 @@ from cases import BF16, check_default_dtype, gradients, of_operator
 from cce_kernels import linear_cross_entropy
 from filter_cases import (
     FILTERED,
-    SMALL,
     TOGETHER,
     Filtered,
-    check_adversarial_rows,
-    check_draws,
-    check_exact_at_no_mass,
-    check_exact_where_not_faster,
-    check_figures,
     check_filtered,
-    check_monotone,
-    check_order_of_the_vocabulary,
-    check_row_coefficients,
     drawn,
 )
 from triton_interpreter import MARKS
@@ -34,24 +25,6 @@ def test_filtered_gradients_and_statistics_are_those_of_the_rule(case):
     check_filtered(case, BF16, "cpu")
 
 
-def test_kernels_draw_what_the_rule_says():
-    check_draws("cpu")
-
-
-def test_kernels_report_what_the_filter_did():
-    check_figures("cpu")
-
-
-def test_kernels_find_the_rows_coefficients():
-    check_row_coefficients("cpu")
-
-
-def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch):
-    monkeypatch.setattr(*TOGETHER)
-    monkeypatch.setattr("cce_kernels.filter.rule.MOST_HEAD", 16)
-    check_filtered(Filtered("likely", {"filter_unbiased": True}, shape=(70, 24, 1100)), BF16, "cpu")
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate": "fp32", "z_loss": 1e-2}], ids=str)
 def test_samples_of_several_blocks_of_rows_and_chunks_of_columns(monkeypatch, options):
     monkeypatch.setattr(*TOGETHER)
@@ -66,24 +39,6 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     arguments = of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cce_kernels_interpreted.cross_entropy.default, arguments, test_utils=checks)
-
-
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_properties_of_the_filter(monkeypatch, unbiased):
-    monkeypatch.setattr(*TOGETHER)
-    check_adversarial_rows(unbiased, "cpu")
-    check_monotone(unbiased, "cpu", (12, 24, 300))
-
-
-def test_more_properties_of_the_filter(monkeypatch):
-    monkeypatch.setattr(*TOGETHER)
-    check_exact_at_no_mass("cpu")
-    check_order_of_the_vocabulary("cpu", SMALL)
-
-
-def test_a_filter_that_would_not_be_faster_is_left_out(monkeypatch):
-    monkeypatch.setattr(*TOGETHER)
-    check_exact_where_not_faster("cpu", filters=["preset"])
 
 
 def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():

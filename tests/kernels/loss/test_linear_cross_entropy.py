@@ -55,14 +55,6 @@ def test_gradients_that_nobody_wants_are_not_computed(chain):
         assert x.grad is None or torch.equal(x.grad, grad)
 
 
-def test_no_grad_gives_the_same_loss():
-    e, c, targets, _ = draw(Case("no_grad"), "cpu")
-    with torch.no_grad():
-        loss = linear_cross_entropy(e, c, targets)
-    assert not loss.requires_grad
-    assert loss == linear_cross_entropy(e, c, targets)
-
-
 def test_tied_weights_sum_both_gradients():
     e, c, targets, _ = draw(Case("tied"), "cpu")
     ids = torch.arange(e.shape[0]) * 5 % c.shape[0]

@@ -1,4 +1,4 @@
-"""The schemes with three and with four products in Triton's interpreter: stored exponentials, sums over chunks."""
+"""The schemes with three and with four products in Triton, interpreted and on a GPU: stored exponentials, sums."""
 
 import pytest
 import torch
@@ -15,42 +15,57 @@ from cases import (
     check_targets_apart,
 )
 from cce_kernels import linear_cross_entropy
+from everywhere import kernels
 from triton_interpreter import MARKS
 
-pytestmark = MARKS
+
+def interpreted(test):
+    """Runs the test in the interpreter alone."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
 
 
-def test_kahan_sums_over_many_chunks_as_well_as_fp32():
-    check_sums(chunks=8, rows=32, device="cpu")
+@kernels
+def test_kahan_sums_over_many_chunks_as_well_as_fp32(device):
+    chunks, rows = (256, 512) if device == "cuda" else (8, 32)
+    check_sums(chunks=chunks, rows=rows, device=device)
 
 
-def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do():
-    check_small_workspace("cpu", (4096, 16), 600)
+@kernels
+def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_will_do(device):
+    check_small_workspace(device, (4096, 16), 600)
 
 
+@kernels
 @pytest.mark.parametrize("arguments", STORED.values(), ids=STORED)
-def test_stored_exponentials_are_as_exact_as_fp32_logits(arguments):
-    check_stored("cpu", *arguments)
+def test_stored_exponentials_are_as_exact_as_fp32_logits(device, arguments):
+    check_stored(device, *arguments)
 
 
-def test_stored_exponentials_through_the_public_function(monkeypatch):
-    check_stored_options("cpu", monkeypatch, chunk=128)
+@kernels
+def test_stored_exponentials_through_the_public_function(device, monkeypatch):
+    check_stored_options(device, monkeypatch, chunk=512 if device == "cuda" else 128)
 
 
-def test_one_chunk_needs_no_memory_for_scaled_rows(monkeypatch):
-    check_one_chunk("cpu", monkeypatch)
+@kernels
+def test_one_chunk_needs_no_memory_for_scaled_rows(device, monkeypatch):
+    check_one_chunk(device, monkeypatch)
 
 
+@kernels
 @pytest.mark.parametrize("arguments", SKIPPED_ROWS.values(), ids=SKIPPED_ROWS)
-def test_ignored_rows_are_left_out_of_the_products(arguments, monkeypatch):
-    check_skipped_rows("cpu", monkeypatch, *arguments)
+def test_ignored_rows_are_left_out_of_the_products(device, arguments, monkeypatch):
+    check_skipped_rows(device, monkeypatch, *arguments)
 
 
+@kernels
 @pytest.mark.parametrize("arguments", APART.values(), ids=APART)
-def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(arguments):
-    check_targets_apart("cpu", *arguments)
+def test_fp32_gradients_from_recomputed_logits_do_not_round_the_targets(device, arguments):
+    check_targets_apart(device, *arguments)
 
 
+@interpreted
 @pytest.mark.parametrize("depth", [32 * 100, 32 * 256 - 5])  # steps of 32 terms, in series of 16
 @pytest.mark.parametrize("transposed", [False, True])
 def test_long_sums_in_fp32_err_less_than_terms_added_one_after_another(depth, transposed):
@@ -68,9 +83,7 @@ def test_long_sums_in_fp32_err_less_than_terms_added_one_after_another(depth, tr
     assert error < 0.6 * error_of_one
 
 
-# Few draws: the interpreter is slow. test_linear_cross_entropy draws many more on the torch path.
-
-
+@interpreted
 def test_casts_to_bf16_round_also_after_the_types_hash_has_changed(monkeypatch):
     """quick_interpreter.py changes it, before or after the interpreter is mended."""
     pytest.importorskip("cce_kernels.runtime.tiles")  # mends it
@@ -81,6 +94,7 @@ def test_casts_to_bf16_round_also_after_the_types_hash_has_changed(monkeypatch):
     assert torch.equal(torch.from_numpy(bits.view("int16")).view(torch.bfloat16), up.bfloat16())
 
 
+@interpreted
 @pytest.mark.parametrize(("n_rows", "vocab", "of_c"), [(64, 512, [False, True]), (512, 256, [True, False])])
 def test_of_two_products_side_by_side_the_one_with_longer_tiles_is_launched_first(n_rows, vocab, of_c, monkeypatch):
     """A tile of dC sums over rows, one of dE over columns. fp16 takes four products, here in one chunk."""
