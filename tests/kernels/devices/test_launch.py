@@ -67,14 +67,14 @@ def descriptor(block=(16, 16), dtype=torch.float32):
     return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
 
 
-PLAIN = {"x": X, "y": descriptor(), "n": 32, "width": 48, "scale": 0.5, "block": 64, "num_warps": 4}
+PLAIN = {"x": X, "y": descriptor(), "n": 32, "width": 50, "scale": 0.5, "block": 64, "num_warps": 4}
 SAME = {
     "another tensor": {"x": torch.zeros(5)},
     "another aligned part": {"x": X[4:]},
     "a parameter": {"x": torch.nn.Parameter(X)},
     "a descriptor of another tensor": {"y": descriptor()},
     "a size that is not specialised on": {"n": 1},
-    "another multiple of 16": {"width": 64},
+    "another size": {"width": 51},
     "another float": {"scale": 1.0},
 }
 OTHER = {
@@ -84,7 +84,7 @@ OTHER = {
     "block of a descriptor": {"y": descriptor((16, 32))},
     "dtype of a descriptor": {"y": descriptor(dtype=torch.bfloat16)},
     "a size of 64 bits": {"n": 2**40},
-    "no multiple of 16": {"width": 50},
+    "a multiple of 16": {"width": 64},
     "one": {"width": 1},
     "constant": {"block": 128},
     "warps": {"num_warps": 8},
