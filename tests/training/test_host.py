@@ -184,8 +184,8 @@ def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small:
         return record
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    overrides = [o for o in small("trainer.max_steps=8", "trainer.accumulation_steps=2") if o != "device=cpu"]
-    Trainer(load_config([*overrides, "device=cuda", f"model={model}", f"loss={loss}"])).fit()
+    run = ("trainer.max_steps=8", "trainer.accumulation_steps=2", "device=cuda", f"model={model}", f"loss={loss}")
+    Trainer(load_config(small(*run))).fit()
 
 
 # ---------------------------------------------------------------------------------------------------- a lost rank

@@ -203,8 +203,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
         write(self, record)
 
     monkeypatch.setattr(JsonlWriter, "write", slow)
-    overrides = [o for o in small("trainer.max_steps=30") if o != "device=cpu"]
-    summary = Trainer(load_config([*overrides, "device=cuda"])).fit()
+    summary = Trainer(load_config(small("trainer.max_steps=30", "device=cuda"))).fit()
     assert summary["step_time_ms_median"] < 100
     assert 195 < summary["host_step_ms"] < summary["wall_step_ms"]
 
@@ -212,8 +211,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
 @pytest.mark.gpu
 def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
     """The host reads the last step before a validation at once, and every other step after the next has begun."""
-    overrides = [o for o in small("trainer.max_steps=30", "trainer.valid_every=4") if o != "device=cpu"]
-    trainer = Trainer(load_config([*overrides, "device=cuda"]))
+    trainer = Trainer(load_config(small("trainer.max_steps=30", "trainer.valid_every=4", "device=cuda")))
     trainer.fit()
     measured = [r for r in step_records(trainer) if "speed/step_ms" in r]
     assert len(measured) == 30 - trainer.plan.unmeasured_steps

@@ -168,11 +168,8 @@ def test_kernels_compiled_ahead_compute_the_same(
     model: str, reset: bool, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_kernels_untuned(monkeypatch.setattr)
-    overrides = [
-        o for o in small(*f"model={model}".split(), "loss=standard", "trainer.seq_len=128") if o != "device=cpu"
-    ]
-    overrides += ["device=cuda", f"data.reset_at_document={str(reset).lower()}"]
-
+    run = (*f"model={model}".split(), "loss=standard", "trainer.seq_len=128", "device=cuda")
+    overrides = small(*run, f"data.reset_at_document={str(reset).lower()}")
     compiled_ahead = fitted([*overrides, "group=ahead"])
     assert recorded(compiled_ahead)["choices"]
     assert "compiling ahead failed" not in (compiled_ahead.directory.path / LOG).read_text()
@@ -197,7 +194,7 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
 ) -> None:
     """The second and the third rehearsal find the loss's kernels compiled."""
     leave_kernels_untuned(monkeypatch.setattr)
-    overrides = [o for o in small(*loss, "trainer.batch_size=100") if o != "device=cpu"]
+    overrides = small(*loss, "trainer.batch_size=100", "device=cuda")
     compile_once = Trainer._compile_kernels
 
     def compile_three_times(run: Any) -> None:
@@ -206,6 +203,6 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
             torch.cuda.synchronize()
 
     monkeypatch.setattr(Trainer, "_compile_kernels", compile_three_times)
-    rehearsed = losses(fitted([*overrides, "device=cuda", "group=rehearsed"]))
+    rehearsed = losses(fitted([*overrides, "group=rehearsed"]))
     monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
-    assert rehearsed == losses(fitted([*overrides, "device=cuda", "group=plain"]))
+    assert rehearsed == losses(fitted([*overrides, "group=plain"]))

@@ -45,10 +45,8 @@ eager_losses: dict[tuple[str, ...], float] = {}
 
 def first_loss(small: Callable[..., list[str]], loss: str, *model: str) -> float:
     """The loss of the first of three steps."""
-    overrides = [o for o in small("model=fla", f"loss={loss}", *model) if o != "device=cpu"]
-    trainer = Trainer(
-        load_config([*overrides, "device=cuda", "trainer.seq_len=128", "trainer.precision=bf16_autocast"])
-    )
+    run = ("model=fla", f"loss={loss}", *model, "device=cuda", "trainer.seq_len=128", "trainer.precision=bf16_autocast")
+    trainer = Trainer(load_config(small(*run)))
     summary = trainer.fit()
     assert summary["status"] == "finished"
     assert math.isfinite(summary["valid_loss_nats"])
