@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fitting import fitted
 
 from linrnn.config import last_of_each, load_config
 from linrnn.config.bounds import check_outputs
@@ -303,8 +304,7 @@ def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(
 
 
 def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None:
-    trainer = Trainer(load_config(small()))
-    trainer.fit()
+    trainer = fitted(small())
     summary = json.loads((trainer.directory.path / "summary.json").read_text())
     promised = (
         "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import summary_of
+from fitting import fitted, summary_of
 from forked import run_script, start
 
 from linrnn.config import load_config
@@ -228,12 +228,10 @@ def test_a_run_without_options_writes_checkpoints_by_the_clock(
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock() + 240 * steps)
-    trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")))
-    trainer.fit()
+    trainer = fitted(small("trainer.max_steps=8", "trainer.keep_checkpoints=9"))
     assert [int(path.name.removeprefix("step_")) for path in found(trainer.directory.checkpoints)] == [3, 6, 8]
     assert "checkpoints every 10 minutes, and at the end: a checkpoint takes" in capsys.readouterr().out
-    none = Trainer(load_config(small("trainer.max_steps=8", "trainer.checkpoint_every=0", "group=none")))
-    none.fit()
+    none = fitted(small("trainer.max_steps=8", "trainer.checkpoint_every=0", "group=none"))
     assert not found(none.directory.checkpoints)
 
 
@@ -257,14 +255,12 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(
         Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2"))).fit()
     assert Trainer(load_config(small("trainer.max_steps=2", "trainer.checkpoint_every=1"))).fit()["steps"] == 2
     assert Trainer(load_config(small("trainer.checkpoint_every=0", "group=none"))).fit()["steps"] == 3
-    trainer = Trainer(load_config(small("group=warned")))
-    trainer.fit()
+    trainer = fitted(small("group=warned"))
     assert "warning: too little for the 3 that" in (trainer.directory.path / "train.log").read_text()
 
 
 def test_the_foreseen_size_of_a_checkpoint_is_its_size(small: Small) -> None:
-    trainer = Trainer(load_config(small()))
-    trainer.fit()
+    trainer = fitted(small())
     [path] = found(trainer.directory.checkpoints)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     assert foreseen_bytes(trainer.model.hf, trainer.optimizer) == pytest.approx(size, rel=0.02)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fitting import fitted
 from forked import start
 from killed_run import train
 from safetensors.torch import load_file
@@ -112,8 +113,7 @@ class Bomb:
 
 @pytest.fixture
 def finished(small: Small) -> Path:
-    trainer = Trainer(load_config(small("schedule.steps=5")))
-    trainer.fit()
+    trainer = fitted(small("schedule.steps=5"))
     return trainer.directory.path
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import small_disk
+from fitting import fitted
 from forked import start
 from killed_run import train
 
@@ -61,8 +62,7 @@ def _fill_and_free(overrides: list[str], disk: Path, kept: Path) -> None:
 
 def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small: Small, tmp_path: Path) -> None:
     options = ("trainer.max_steps=6", "trainer.checkpoint_every=1", "run_name=run")
-    whole = Trainer(load_config(small(*options)))
-    whole.fit()
+    whole = fitted(small(*options))
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
     kept.mkdir()
@@ -116,8 +116,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(
 def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("trainer.max_steps=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9")
     options += ("schedule=constant", "schedule.steps=8")  # the same for another max_steps
-    steady = Trainer(load_config(small(*options, "group=steady")))
-    steady.fit()
+    steady = fitted(small(*options, "group=steady"))
     jumps = itertools.cycle([0.0, 4e9, 1.0, 2e9, -1.0])
     monkeypatch.setattr(time, "time", lambda: next(jumps))
     monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * next(jumps)))
@@ -127,8 +126,7 @@ def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.M
     assert 0 < summary["wall_seconds"] < 600
     for age, path in enumerate(found(first.directory.checkpoints)):
         os.utime(path, (1e9 - age, 1e9 - age))  # the newest file looks like the oldest
-    again = Trainer(load_config(small(*options, "group=jumping")))
-    again.fit()
+    again = fitted(small(*options, "group=jumping"))
     assert "resuming at step 6" in (again.directory.path / "train.log").read_text()
     assert losses(again.directory.path) == losses(steady.directory.path)
 

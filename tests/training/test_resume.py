@@ -62,8 +62,7 @@ def curve_or_empty(directory: Path) -> list[tuple[int, float, float]]:
 
 @pytest.fixture(scope="module")
 def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
-    trainer = Trainer(load_config(small_of_module(*LONG)))
-    trainer.fit()
+    trainer = fitted(small_of_module(*LONG))
     return trainer.directory.path
 
 
@@ -141,8 +140,7 @@ def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
 
 def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]]) -> None:
     run = small("run_name=run", "schedule.steps=5")
-    trainer = Trainer(load_config(run))
-    trainer.fit()
+    trainer = fitted(run)
     before = bytes_below(trainer.directory.path)
     fewer = Trainer(load_config([*run, "trainer.max_steps=2"]))
     with pytest.raises(ConfigError, match=r"holds a run of 3 steps, and this command stops at 2"):
@@ -156,8 +154,7 @@ def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]])
 
 
 def test_a_run_goes_on_with_other_operational_keys_and_says_which(small: Callable[..., list[str]]) -> None:
-    first = Trainer(load_config(small("schedule.steps=6")))
-    first.fit()
+    first = fitted(small("schedule.steps=6"))
     keys = ("trainer.checkpoint_every=1", "trainer.valid_every=2", "trainer.warmup_measurement_steps=1")
     more = small("schedule.steps=6", "trainer.max_steps=6", *keys)
     second = Trainer(load_config(more))
@@ -206,13 +203,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = ("trainer.checkpoint_every=2", "schedule.steps=6", "trainer.keep_checkpoints=2")
-    trainer = Trainer(load_config(small(*plan, "trainer.max_steps=4")))
-    trainer.fit()
+    trainer = fitted(small(*plan, "trainer.max_steps=4"))
     newest = damage(found(trainer.directory.checkpoints)[-1])
     with pytest.raises(DataError, match="does not match its checksum"):
         Trainer(load_config(small(f"init_from={newest.parent.parent}", "group=other")))
-    resumed = Trainer(load_config(small(*plan, "trainer.checkpoint_every=3", "trainer.max_steps=6")))
-    resumed.fit()
+    resumed = fitted(small(*plan, "trainer.checkpoint_every=3", "trainer.max_steps=6"))
     output = capsys.readouterr().out
     assert "does not match its checksum" in output
     assert "resuming at step 2" in output

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fitting import fitted
 
 from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
@@ -211,8 +212,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
 @pytest.mark.gpu
 def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
     """The host reads the last step before a validation at once, and every other step after the next has begun."""
-    trainer = Trainer(load_config(small("trainer.max_steps=30", "trainer.valid_every=4", "device=cuda")))
-    trainer.fit()
+    trainer = fitted(small("trainer.max_steps=30", "trainer.valid_every=4", "device=cuda"))
     measured = [r for r in step_records(trainer) if "speed/step_ms" in r]
     assert len(measured) == 30 - trainer.plan.unmeasured_steps
     for record in measured:

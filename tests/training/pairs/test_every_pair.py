@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitting import losses
+from fitting import fitted, losses
 
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
@@ -43,8 +43,7 @@ def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], sta
     assert summary["steps"] == 3
     assert math.isfinite(summary["valid_loss_nats"])
     if model not in standard:
-        eager = Trainer(load_config(small(f"model={model}", "loss=standard", "group=eager")))
-        eager.fit()
+        eager = fitted(small(f"model={model}", "loss=standard", "group=eager"))
         standard[model] = losses(eager)
     # cce_filter drops small gradient entries on purpose, so only its first loss equals the other losses'.
     n_equal = 1 if loss == "cce_filter" else 3

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fitting import fitted
 
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
@@ -46,8 +47,7 @@ def test_three_steps(model: str, loss: str, precision: str, small: Callable[...,
         "loss_backward",
     } <= summary["memory_bytes"].keys()
     if (model, precision) not in eager_losses:
-        eager = Trainer(load_config(on_gpu(small, f"model={model}", "loss=standard", f"trainer.precision={precision}")))
-        eager.fit()
+        eager = fitted(on_gpu(small, f"model={model}", "loss=standard", f"trainer.precision={precision}"))
         eager_losses[model, precision] = first_loss(eager)
     assert first_loss(trainer) == pytest.approx(eager_losses[model, precision], rel=3e-3)
 
