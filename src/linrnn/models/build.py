@@ -24,7 +24,7 @@ from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
-from linrnn.models.layers.shared_projection import share_projections
+from linrnn.models.shared_projection import share_projections
 
 NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
 

@@ -256,9 +256,5 @@ def model_in_words(name: str, size: str = "", n_parameters: int | None = None) -
     if not n_parameters:
         return words
     millions = n_parameters / 1e6
-    digits = 0 if millions >= 1 else 2
-    return (
-        f"{words} ({millions / 1e3:.2g} B parameters)"
-        if millions >= 1000
-        else f"{words} ({millions:.{digits}f} M parameters)"
-    )
+    count = f"{millions / 1e3:.2g} B" if millions >= 1000 else f"{millions:.{0 if millions >= 1 else 2}f} M"
+    return f"{words} ({count} parameters)"

@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -108,9 +109,10 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
         if key in DECIDED_HERE:
             raise ConfigError(f"model.options.{key}: linrnn decides it", f"leave model.options.{key} out")
         if key not in allowed:
+            names = sorted(allowed)
             raise ConfigError(
                 f"model.options.{key}: FLA's {model.config} has no such option",
-                f"nearest: {', '.join(_nearest(key, allowed))}; all: {', '.join(sorted(allowed))}",
+                f"nearest: {', '.join(get_close_matches(key, names, cutoff=0))}; all: {', '.join(names)}",
             )
     heads = size.mixers["transformer"].num_heads if "transformer" in size.mixers else None
     settings = {
@@ -149,47 +151,35 @@ def _attention(
     """FLA's settings of a hybrid's attention layers."""
     every, window = model.attention_every, model.attention_window
     if every is None:
-        if window is None:
-            return {}
-        if "window_size" not in allowed:
+        if window is not None and "window_size" not in allowed:
             raise ConfigError(
                 f"model.attention_window={window}: FLA's {model.config} has no attention with a window",
                 "add model.attention_every, or leave model.attention_window out",
             )
-        return {"window_size": window}
+        return {} if window is None else {"window_size": window}
+    what, layers = f"model.attention_every={every}", settings["num_hidden_layers"]
     if "attn" not in allowed:
         raise ConfigError(
-            f"model.attention_every={every}: FLA's {model.config} has no option for attention layers (`attn`)",
+            f"{what}: FLA's {model.config} has no option for attention layers (`attn`)",
             "use a model that has one, as delta_net or gated_deltanet, or leave model.attention_every out",
         )
     if settings.get("attn"):
         raise ConfigError("model.attention_every and model.options.attn are both given", "use one of them")
-    layers = list(range(every - 1, settings["num_hidden_layers"], every))
-    if not layers:
+    if every > layers:
+        raise ConfigError(f"{what}: the model has {layers} layers", f"use model.attention_every={layers} or less")
+    heads, width = heads or settings.get("num_heads"), settings["hidden_size"]
+    if not heads or width % (2 * heads):
         raise ConfigError(
-            f"model.attention_every={every}: the model has {settings['num_hidden_layers']} layers",
-            f"use model.attention_every={settings['num_hidden_layers']} or less",
-        )
-    heads = heads or settings.get("num_heads")
-    if not heads or settings["hidden_size"] % heads or settings["hidden_size"] // heads % 2:
-        raise ConfigError(
-            f"model.attention_every={every}: a width of {settings['hidden_size']} does not split into {heads} heads of "
-            "even dimension",
+            f"{what}: a width of {width} does not split into {heads} heads of even dimension",
             "set size.mixers.transformer.num_heads",
         )
-    return {"attn": {"layers": layers, "num_heads": heads, "window_size": window}}
+    return {"attn": {"layers": list(range(every - 1, layers, every)), "num_heads": heads, "window_size": window}}
 
 
 def _fields(name: str) -> dict[str, Any]:
     """The arguments of FLA's configuration itself. Those of transformers for every model are not among them."""
     parameters = dict(inspect.signature(fla_classes(name)[1].__init__).parameters)
     return {key: value for key, value in parameters.items() if key not in ("self", "kwargs")}
-
-
-def _nearest(key: str, allowed: dict[str, Any]) -> list[str]:
-    import difflib
-
-    return difflib.get_close_matches(key, sorted(allowed), n=3, cutoff=0)
 
 
 @functools.lru_cache(maxsize=32)
@@ -272,19 +262,15 @@ def mixer_modules(block: nn.Module) -> list[nn.Module]:
 
 def _check_structure(name: str, hf: Any, backbone: Any) -> None:
     children = {child for child, _ in backbone.named_children()}
+    wrong = None
     if not children <= {"embeddings", "layers", "norm", "norm_f"} or "layers" not in children:
-        raise UnsupportedError(
-            f"model.config={name}: FLA's model is not an embedding, layers, a norm and a head, but "
-            f"{', '.join(sorted(children))}",
-            "use another model",
-        )
-    if hasattr(hf, "aux_loss_scale"):
-        raise UnsupportedError(
-            f"model.config={name}: FLA adds a loss of its own to the cross-entropy, which loss backends do not have",
-            "use another model",
-        )
-    if type(hf.lm_head) is not nn.Linear or hf.lm_head.bias is not None:
-        raise UnsupportedError(f"model.config={name}: its head is no matrix alone", "use another model")
+        wrong = f"FLA's model is not an embedding, layers, a norm and a head, but {', '.join(sorted(children))}"
+    elif hasattr(hf, "aux_loss_scale"):
+        wrong = "FLA adds a loss of its own to the cross-entropy, which loss backends do not have"
+    elif type(hf.lm_head) is not nn.Linear or hf.lm_head.bias is not None:
+        wrong = "its head is no matrix alone"
+    if wrong:
+        raise UnsupportedError(f"model.config={name}: {wrong}", "use another model")
 
 
 def reads_documents(backbone: Any) -> bool:

@@ -1,1 +1,0 @@
-"""Layers of linrnn's own, which replace parts of FLA's models."""
