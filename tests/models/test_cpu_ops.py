@@ -10,9 +10,7 @@ from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
 from linrnn.models import cpu_ops
-from linrnn.models.architecture import MODELS
 from linrnn.models.cpu_ops import layers, mixers
-from linrnn.models.facts import facts_of
 
 HEADS, KEYS, VALUES = 2, 8, 12
 
@@ -226,10 +224,6 @@ def test_every_replaced_name_exists_in_fla() -> None:
     for (module, name), replacement in cpu_ops.replacements().items():
         assert callable(getattr(importlib.import_module(module), name)), f"{module}.{name}"
         assert callable(replacement)
-
-
-def test_every_model_has_a_cpu_form() -> None:
-    assert all(facts_of(model).cpu for model in MODELS)
 
 
 def test_install_is_idempotent_and_leaves_other_devices_to_fla() -> None:

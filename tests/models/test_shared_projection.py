@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 from fitting import fitted, losses
 from generation import check_cache
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from linrnn.config import load_config, run_name
@@ -20,7 +19,7 @@ from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.inference.export import export
 from linrnn.inference.generate import samples
 from linrnn.inference.load import load_trained
-from linrnn.models import BlankModel, LanguageModel, build_model, load_weights
+from linrnn.models import LanguageModel, build_model, load_weights
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import fla_model
 from linrnn.training.trainer import Trainer
@@ -95,23 +94,6 @@ def test_hidden_states_and_gradients_are_those_of_full_projections_that_are_the_
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_each_projection_is_the_product_of_two_matrices(model: str) -> None:
-    mixer = build(model).mixers[0]
-    seen: dict[str, Tensor] = {}
-    shared = mixer.qkv
-    assert isinstance(shared, nn.Module)
-    for name, layer in shared.named_children():
-        layer.register_forward_hook(lambda _, given, result, name=name: seen.update({name: result}))
-    x = torch.randn(2, 70, 128)
-    mixer(x)
-    weights = {name.partition(".")[0]: weight for name, weight in shared.named_parameters()}
-    assert weights["down"].shape == (RANK, 128)
-    torch.testing.assert_close(seen["down"], x @ weights["down"].T)
-    for name in "qkv":
-        torch.testing.assert_close(seen[name], x @ weights["down"].T @ weights[name].T)
-
-
-@pytest.mark.parametrize("model", MODELS)
 def test_the_projection_down_is_one_product_for_each_call_of_a_mixer(model: str) -> None:
     network = build(model)
     layers, calls = network.arch.num_layers, counted(network)
@@ -168,26 +150,6 @@ def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> No
     check_cache(build(model).hf.eval(), tokens(1, 20))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_packed_documents_equal_separate_ones(model: str) -> None:
-    network, ids, bounds = build(model), tokens(2, 70), [0, 3, 70, 71, 140]
-    packed = network(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32)).reshape(1, 140, -1)
-    documents = [network(ids.reshape(1, -1)[:, a:b]) for a, b in itertools.pairwise(bounds)]
-    torch.testing.assert_close(packed, torch.cat(documents, 1), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_bf16_products_stay_near_those_in_fp32(model: str) -> None:
-    network, ids = build(model), tokens(2, 70)
-    exact = gradients(network, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        under_autocast = gradients(network, ids)
-    for found in (under_autocast, gradients(build(model, torch.bfloat16), ids)):
-        for name in (name for name in exact if ".qkv." in name):
-            cosine = nn.functional.cosine_similarity(found[name].float().flatten(), exact[name].flatten(), dim=0)
-            assert cosine > 0.97, name
-
-
 # ----------------------------------------------------------------------------------------- how they are built
 @pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("350m", 512), ("1b3", 512), ("1b3", 1024)])
 @pytest.mark.parametrize("model", MODELS)
@@ -219,19 +181,6 @@ def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(mode
             assert abs(weight.mean().item()) < 0.002, name
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_weights_drawn_after_sharding_are_those_of_one_process(model: str) -> None:
-    arch = architecture(model, RANK, "size.tie_embeddings=false")
-    blank = BlankModel(arch, device=CPU)
-    blank.draw(3)
-    plain = build_model(arch, device="cpu", seed=3).state_dict()
-    ours = blank.model.state_dict()
-    assert ours.keys() == plain.keys()
-    assert all(torch.equal(ours[name], plain[name]) for name in plain)
-    ids = tokens(1, 20)
-    assert torch.equal(blank.model(ids), build_model(arch, device="cpu", seed=3)(ids))
-
-
 # --------------------------------------------------------------------------------------------------- as a run
 def test_a_run_s_name_and_label_hold_the_rank() -> None:
     assert run_name(configured("gla")) == "gla-smoke-cce_kahan-r32-s0"
@@ -240,9 +189,8 @@ def test_a_run_s_name_and_label_hold_the_rank() -> None:
     assert configured("gla", None).model.label == "gla"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(model: str, small: Small) -> None:
-    options = (f"model={model}", f"model.shared_projection_rank={RANK}", "schedule.steps=4")
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(small: Small) -> None:
+    options = ("model=gla", f"model.shared_projection_rank={RANK}", "schedule.steps=4")
     whole = fitted(small(*options, "trainer.max_steps=4", "group=whole"))
     fitted(small(*options, "trainer.max_steps=2"))
     resumed = fitted(small(*options, "trainer.max_steps=4"))
@@ -279,7 +227,6 @@ def test_a_run_generates_and_is_read_but_is_not_exported(small: Small, command_h
     [
         (36, "no multiple of 8", "shared_projection_rank=40"),
         (128, "not below the width of 128", "use 32 or another multiple of 8"),
-        (4096, "not below the width of 128", "null"),
     ],
 )
 def test_ranks_that_fit_no_matrix_unit_or_are_not_low_are_refused(rank: int, cause: str, remedy: str) -> None:
