@@ -45,24 +45,13 @@ class CceKahanLossConfig(LossConfig):
     workspace_mib: int | None = option(
         None,
         "MiB that the backward pass may take beyond inputs and gradients; more is faster; null: at most the logits in "
-        "16 bits, in chunks of at most 2048",
+        "16 bits, in chunks of at most 2048; 256 for the lists and blocks of a filter",
         minimum=1,
     )
 
 
 @dataclass
 class CceFilterLossConfig(CceKahanLossConfig):
-    accumulate: str = option(
-        "kahan",
-        "how gradients are summed over chunks where the filter's lists are not used: kahan (compensated) | fp32 | "
-        "bf16 (plain)",
-        choices=("kahan", "fp32", "bf16"),
-    )
-    workspace_mib: int | None = option(
-        None,
-        "MiB for the filter's lists and blocks, beyond inputs and gradients; null: 256, or cce_kahan's if exact",
-        minimum=1,
-    )
     filter_eps: float = option(
         2.0**-12,
         "softmax probability below which a gradient entry is filtered, above 0 and below 1; 2^-12",
@@ -123,26 +112,22 @@ def over_shards(loss: LossConfig) -> LossConfig:
 
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
     """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
-    from cce_kernels.planner import COLUMN_MULTIPLE, WorkspaceTooSmall, plan  # imports torch: 2 s
+    from cce_kernels.planner import COLUMN_MULTIPLE  # imports torch: 2 s
 
-    try:
-        chosen = plan(*_planned(loss, n_tokens, d, vocab, compute))
-    except WorkspaceTooSmall:  # the call refuses it
+    if (chosen := _plan(loss, n_tokens, d, vocab, compute)) is None:
         return Scheme(0, COLUMN_MULTIPLE, filters(loss))
     filtered = filters(loss) and not chosen.exact
     return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filtered)
 
 
-def _filter_pays(
-    loss: CceFilterLossConfig, n_tokens: int, d: int, vocab: int, compute: int, multiprocessors: int
-) -> bool:
-    """Whether the kernels filter a batch of `n_tokens`, or refuse it, if they may choose."""
+def _plan(*problem: Any) -> Any:
+    """The planner's choice for the arguments of :func:`_planned`; None: the workspace is too small, a call refuses."""
     from cce_kernels.planner import WorkspaceTooSmall, plan
 
     try:
-        return not plan(*_planned(loss, n_tokens, d, vocab, compute, multiprocessors)).exact
+        return plan(*_planned(*problem))
     except WorkspaceTooSmall:
-        return True
+        return None
 
 
 def _planned(
@@ -332,8 +317,10 @@ class CceFilter(CceKahan):
             why = "the ranks share the vocabulary, and a filter over shards is never faster"
         elif without_kernels(self.device):
             why = f"{self.device.type} has no kernels, and without them a filter is never faster"
-        elif _filter_pays(config, n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors):
-            return None
         else:
+            sizes = n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors
+            chosen = _plan(config, *sizes)
+            if chosen is None or not chosen.exact:
+                return None
             why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} of vocabulary"
         return f"loss=cce_filter computes every step exactly: {why}; loss.filter_if_faster=false filters all the same"

@@ -105,4 +105,4 @@ def version_of(distribution: str) -> str | None:
 
 
 def _first_found(*commands: str | None) -> str | None:
-    return next((path for command in commands if command and (path := shutil.which(command))), None)
+    return next(filter(None, map(shutil.which, filter(None, commands))), None)
