@@ -184,18 +184,10 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
         except (SafetensorError, OSError) as error:
             raise DataError(f"{source}: {name} cannot be read ({error})", AGAIN) from error
         if listed is not None and (odd := sorted(listed ^ there.keys())):
-            what = (
-                f"lacks {odd[0]}, which {INDEX} lists"
-                if odd[0] in listed
-                else f"holds {odd[0]}, which {INDEX} does not list"
-            )
-            raise DataError(f"{source}: {name} {what}", AGAIN)
+            lacks, lists = ("lacks", "lists") if odd[0] in listed else ("holds", "does not list")
+            raise DataError(f"{source}: {name} {lacks} {odd[0]}, which {INDEX} {lists}", AGAIN)
         weights |= there
-    ends = (
-        {name for name in expected if name == "lm_head.weight" or name.endswith(".embeddings.weight")}
-        if tied
-        else set()
-    )
+    ends = {name for name in expected if tied and name.endswith(("lm_head.weight", ".embeddings.weight"))}
     if surplus := sorted(weights.keys() - expected.keys()):
         raise DataError(f"{source} holds {surplus[0]}, which its config.json has no place for", AGAIN)
     if missing := sorted(expected.keys() - weights.keys() - (ends if ends & weights.keys() else set())):
@@ -298,20 +290,15 @@ def _as_architecture(theirs: Any, arch: Architecture) -> Architecture | None:
 
 def _overrides(there: Architecture, here: Architecture) -> list[str]:
     """The overrides that turn the dimensions of `here` into those of `there`."""
-    mixer = f"size.mixers.{here.model}"
-    keys = {
-        "size.hidden_size": "hidden_size",
-        "size.num_layers": "num_layers",
-        f"{mixer}.num_heads": "num_heads",
-        f"{mixer}.head_k_dim": "head_k_dim",
-        f"{mixer}.head_v_dim": "head_v_dim",
-        "size.vocab_size": "vocab_size",
-        "size.tie_embeddings": "tie_embeddings",
-    }
-    pairs = {key: (getattr(there, name), getattr(here, name)) for key, name in keys.items()}
-    overrides = [f"{key}={str(wanted).lower()}" for key, (wanted, given) in pairs.items() if wanted != given]
-    layer = "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size"
-    if any(getattr(there, name) != getattr(here, name) for name in layer):
+    layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
+    names = (*layer, "num_layers", "vocab_size", "tie_embeddings")
+    differing = [name for name in names if getattr(there, name) != getattr(here, name)]
+    overrides = []
+    for name in differing:
+        if name != "intermediate_size":  # it follows from `layer_parameters_per_d2`
+            key = f"size.mixers.{here.model}.{name}" if "head" in name else f"size.{name}"
+            overrides.append(f"{key}={str(getattr(there, name)).lower()}")
+    if set(layer) & set(differing):
         share = (there.mixer_parameters + there.mlp_parameters) / there.hidden_size**2
         overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
     return overrides
