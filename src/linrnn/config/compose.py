@@ -82,7 +82,7 @@ def defaults_of_option(group: str, option: str) -> Any:
 
 
 def menu_of(config_name: str = "train") -> dict[str, str | None]:
-    """The groups of a command and the default option of each: None if there is none, "???" if one must be chosen."""
+    """The groups of a command and the default option of each; None if there is none."""
     return _read_menu(CONFIG_DIR / f"{config_name}.yaml")
 
 
@@ -124,9 +124,6 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     options = dict(override.split("=", 1) for override in overrides if key_of(override) in menu)
     for group, option in options.items():
         check_option(group, option, menu)
-    for group, default in menu.items():
-        if default == "???" and group not in options:
-            raise ConfigError(f"{group} must be given", f"add {group}=…, one of: {', '.join(options_of(group))}")
     if "experiment" not in options:  # nothing else chooses an option, so the defaults need no mention
         options = {group: option for group, option in options.items() if option != menu[group]}
     chosen = tuple(sorted(f"{group}={option}" for group, option in options.items() if option != "null"))

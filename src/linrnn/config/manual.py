@@ -19,8 +19,6 @@ from linrnn.core.errors import EXIT_CODES
 def help_text(config_name: str, description: str = "", arguments: Sequence[str] = ()) -> str:
     """The help of a command, with the keys of the options that `arguments` choose. All other arguments are ignored.
 
-    A group that must be chosen and is not has no lines.
-
     Raises:
         ConfigError: there is no such option.
     """
@@ -43,15 +41,9 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
         "",
         "keys, with their defaults (of the default options; group=option --help shows another's):",
     ]
-    manual = [manual_of_command(config_name)]
-    manual += [manual_of(group, option) for group, option in chosen.items() if option and option != MUST_BE_GIVEN]
-    for title, text in manual:
+    options = [(group, option) for group, option in chosen.items() if option]
+    for title, text in [manual_of_command(config_name), *(manual_of(*option) for option in options)]:
         lines += ["", f"--- {title}", text]
-    lines += [
-        f"\n{group}=NAME must be given; {group}=NAME --help shows its keys"
-        for group, option in chosen.items()
-        if option == MUST_BE_GIVEN
-    ]
     return "\n".join(lines).strip()
 
 

@@ -720,11 +720,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 }
 # What an option is, where the docstring of its schema does not say it.
 ABOUT: dict[tuple[str, str], str] = {
-    (
-        "schedule",
-        "constant",
-    ): "After the warm-up the learning rate stays at its peak. The schedule has no end: a larger "
-    "trainer.max_steps continues the run.",
+    ("schedule", "constant"): "The learning rate stays at its peak. A larger trainer.max_steps continues the run.",
     ("schedule", "cosine"): "After the warm-up the learning rate falls along half a cosine.",
     ("schedule", "linear"): "After the warm-up the learning rate falls along a straight line.",
 }

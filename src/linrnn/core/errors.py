@@ -151,7 +151,7 @@ class RankFailedError(LinrnnError):
 class SweepFailure(LinrnnError):
     """Points of a sweep, or a probe of a search, failed.
 
-    The exit code is that of the points if all ended out of memory or all diverged.
+    The exit code is that of the points if all diverged.
     """
 
     exit_code = 8
