@@ -101,11 +101,9 @@ class FlaModelConfig(ModelConfig):
     )
     options: dict[str, Any] = option({}, "further fields of FLA's configuration: model.options.num_heads=4")
     attention_every: int | None = option(
-        None, "every n-th layer is attention with rotary positions; null: none", minimum=1
+        None, "each n-th layer is attention with rotary positions; null: none", minimum=1
     )
-    attention_window: int | None = option(
-        None, "attention layers see so many of the latest tokens; null: all", minimum=1
-    )
+    attention_window: int | None = option(None, "attention layers see so many of the last tokens; null: all", minimum=1)
 
     @property
     def label(self) -> str:
@@ -182,13 +180,9 @@ class MarkovDataConfig(DataConfig):
 class TokenizedDataConfig(DataConfig):
     """Text that a tokenizer turns into shards, once."""
 
-    tokenizer: str | None = option(
-        None, "tokenizers JSON (.xz …), directory or hub name; null: trained here", path="read"
-    )
+    tokenizer: str | None = option(None, "JSON of tokenizers, directory or hub name; null: trained here", path="read")
     tokenizer_vocab_size: int = option(4096, "of a tokenizer that is trained here (on the first 16 MiB)", minimum=257)
-    max_tokens: int | None = option(
-        None, "stop after so many training tokens, at a document's end; null: all", minimum=1
-    )
+    max_tokens: int | None = option(None, "stop after so many training tokens, with a document; null: all", minimum=1)
     valid_fraction: float = option(
         0.01,
         "without validation text: share held out, of rows or files spread evenly, else the end",
@@ -206,14 +200,10 @@ class StdlibDataConfig(TokenizedDataConfig):
 class TextDataConfig(TokenizedDataConfig):
     """Local files: text or .jsonl, each also compressed (.xz, .gz, .bz2, .zst), or .parquet."""
 
-    path: Any = option(
-        MUST_BE_GIVEN, "training text: file, folder, glob or a list: [a.txt,notes]", path="read", several=True
-    )
+    path: Any = option(MUST_BE_GIVEN, "training text: file, folder, glob or [a.txt,notes]", path="read", several=True)
     valid_path: Any = option(None, "validation text, as above; null: text is held out", path="read", several=True)
     text_field: str = option("text", "the field or column of .jsonl and .parquet that holds the text")
-    document_separator: str | None = option(
-        None, "ends a document of a file: blank_line or a string; null: one document"
-    )
+    document_separator: str | None = option(None, "ends a document of a file: blank_line or a string; null: one only")
 
     def __post_init__(self) -> None:
         if self.path in (None, []):
@@ -233,9 +223,7 @@ class HubDataConfig(TokenizedDataConfig):
     train_split: str = option("train", "name of the training split")
     valid_split: str | None = option(None, "name of the validation split; null: held out of training")
     text_field: str = option("text", "column that holds the text")
-    document_start: str | None = option(
-        None, "regular expression of rows that begin a document; null: every row is one"
-    )
+    document_start: str | None = option(None, "regular expression of rows that begin a document; null: each row is one")
     empty_row: str = option("", 'text for an empty row; "": the row is skipped')
     streaming: bool = option(False, "true: read over the network; false: `datasets` downloads the whole subset, once")
 
@@ -253,9 +241,7 @@ class OptimizerConfig:
     weight_decay: float = option(
         0.1, "per unit of rate; matrices, convolutions, embeddings (not norms, biases, A_log, dt_bias)", minimum=0
     )
-    max_grad_norm: float | None = option(
-        1.0, "gradients are clipped to this global L2 norm; null or inf: never", minimum=0
-    )
+    max_grad_norm: float | None = option(1.0, "gradients are clipped to this L2 norm; null or inf: never", minimum=0)
 
     def __post_init__(self) -> None:
         if self.max_grad_norm == math.inf:  # in PyTorch: measure the norm, do not clip
@@ -271,9 +257,7 @@ class MuonConfig(OptimizerConfig):
     and weight decay found for AdamW carry over. Needs whole matrices: parallel=none or ddp.
     """
 
-    momentum: float = option(
-        0.95, "decay of the mean of a matrix's gradients, per step (Nesterov)", minimum=0, maximum=1
-    )
+    momentum: float = option(0.95, "decay of the mean of a matrix's gradients, a step (Nesterov)", minimum=0, maximum=1)
     ns_steps: int = option(5, "Newton-Schulz iterations that make an update nearly orthogonal", minimum=1, maximum=99)
 
 
@@ -321,13 +305,9 @@ class TrainerConfig:
     max_steps: int | None = option(
         200, "optimizer steps; null: until max_tokens. With schedule.steps=null the schedule ends there too", minimum=1
     )
-    max_tokens: int | None = option(
-        None, "tokens of the whole run; null: no limit. The earlier limit counts", minimum=1
-    )
+    max_tokens: int | None = option(None, "tokens of the whole run; null: no limit. The first limit counts", minimum=1)
     batch_size: int = option(8, "sequences per micro-step", minimum=1)
-    accumulation_steps: int = option(
-        1, "micro-steps per optimizer step; the loss is the mean over all its tokens", minimum=1
-    )
+    accumulation_steps: int = option(1, "micro-steps a step; the loss is the mean over all its tokens", minimum=1)
     seq_len: int = option(128, "tokens per sequence (T)", minimum=2)
     precision: str = option(
         "auto",
@@ -349,9 +329,7 @@ class TrainerConfig:
         "what multiplies in float8: none | blocks (the linear layers of all blocks; not embedding, head and loss)",
         choices=("none", "blocks"),
     )
-    cuda_graph: bool = option(
-        False, "true: replay both passes as one CUDA graph: the same losses, less work for the CPU"
-    )
+    cuda_graph: bool = option(False, "true: replay both passes as one CUDA graph: equal losses, less work for the CPU")
     deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
     valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
@@ -445,7 +423,7 @@ class FsdpConfig(DistributedConfig):
     )
     blocks_together: int = option(1, "blocks gathered at a time; more take fewer calls and more memory", minimum=1)
     keep_gathered: bool = option(
-        False, "true: blocks stay gathered until their backward pass: half the calls, more memory"
+        False, "true: blocks stay gathered for their backward pass: half the calls, more memory"
     )
 
     def ranks_of_model(self, world_size: int) -> int:
@@ -516,9 +494,7 @@ class SweepConfig:
     overrides: list[str] = option(MUST_BE_GIVEN, "overrides of every point")
     grids: list[dict[str, list[Any]]] = option(MUST_BE_GIVEN, "all combinations of each grid, one grid after another")
     targets: list[dict[str, Any]] = option([], "what a report judges the runs by (docs/sweeps.md)")
-    ranks: int = option(
-        1, "processes that share each point, as torchrun's; needs parallel=fsdp, ddp or vocab", minimum=1
-    )
+    ranks: int = option(1, "processes that share each point, as torchrun; needs parallel=fsdp, ddp or vocab", minimum=1)
 
 
 @dataclass
@@ -532,9 +508,7 @@ class RunSweepConfig:
     sweep: SweepConfig
     jobs: int = option(1, "points at a time; each on GPUs of its own, one for each of its ranks", minimum=1)
     share_gpus: bool = option(False, "true: several points on each GPU; their losses count, times are not measured")
-    retry: bool = option(
-        False, "true: run points again that ran out of memory or diverged; false: that is their result"
-    )
+    retry: bool = option(False, "true: run points again that ran out of memory or diverged; false: it is their result")
     dry_run: bool = option(False, "true: only list the points with their expected memory and time")
     report_every_seconds: float = option(30.0, "seconds between lines on the progress of a running point", minimum=0)
 
