@@ -197,7 +197,7 @@ def _replace_parameters(hf: Any, dtype: torch.dtype, device: torch.device) -> No
             if parameter is None:
                 continue
             if id(parameter) not in blanks:
-                kept = kept_dtype(names[id(parameter)], parameter, dtype)
+                kept = parameter.dtype if names[id(parameter)].endswith(KEPT_IN_FP32) else dtype
                 blank = torch.empty(parameter.shape, dtype=kept, device=device)
                 blanks[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
                 if hasattr(parameter, NO_WEIGHT_DECAY):
@@ -216,11 +216,6 @@ def fla_model(arch: Architecture) -> Any:
                 share_projections(block, arch.shared_projection_rank)
     hf.tie_weights()
     return hf
-
-
-def kept_dtype(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in a model whose parameters are kept in `dtype`."""
-    return parameter.dtype if name.endswith(KEPT_IN_FP32) else dtype
 
 
 def fla_config(arch: Architecture) -> Any:

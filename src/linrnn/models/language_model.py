@@ -37,6 +37,7 @@ class LanguageModel(nn.Module):
         hf: FLA's model, a transformers `PreTrainedModel`; checkpoints use the names of its state dict.
         arch: the dimensions of the model.
         chunks: the kernel that runs with `model.chunk_size`; None: the default is used.
+        checkpointing: what the blocks keep, as :meth:`set_activation_checkpointing` was told.
     """
 
     def __init__(self, hf: Any, arch: Architecture) -> None:
@@ -46,7 +47,7 @@ class LanguageModel(nn.Module):
         self.chunks = facts_of(arch.model).chunks if arch.chunk_size is not None else None
         self._compiled = "none"
         self._compiled_backbone: Callable[..., Any] | None = None
-        self._checkpointing = "none"
+        self.checkpointing = "none"
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
         self._set_block_forwards()
 
@@ -136,16 +137,6 @@ class LanguageModel(nn.Module):
         """The layers. Each has a mixer and an MLP, with their norms."""
         return self.backbone.layers
 
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether blocks recompute activations in the backward pass."""
-        return self._checkpointing != "none"
-
-    @property
-    def keeps_products(self) -> bool:
-        """Whether blocks recompute activations, but keep the results of their linear layers."""
-        return self._checkpointing == "selective"
-
     def set_activation_checkpointing(self, mode: str) -> None:
         """Choose what the blocks keep for the backward pass. They recompute the rest.
 
@@ -159,7 +150,7 @@ class LanguageModel(nn.Module):
         if mode not in CHECKPOINTING:
             names = ", ".join(CHECKPOINTING)
             raise ConfigError(f"activation_checkpointing={mode} is not one of {names}", f"use one of {names}")
-        self._checkpointing = mode
+        self.checkpointing = mode
         self._set_block_forwards()
 
     def set_compile(self, mode: str) -> None:
@@ -185,9 +176,9 @@ class LanguageModel(nn.Module):
             if self.chunks is not None:
                 assert self.arch.chunk_size is not None
                 forward = with_chunk_size(forward, self.chunks, self.arch.chunk_size)
-            if self._checkpointing == "full":
+            if self.checkpointing == "full":
                 forward = partial(checkpoint, forward, use_reentrant=False)
-            elif self._checkpointing == "selective":
+            elif self.checkpointing == "selective":
                 contexts = partial(create_selective_checkpoint_contexts, _keeps)
                 forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
             block.forward = forward

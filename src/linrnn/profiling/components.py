@@ -76,7 +76,7 @@ class SavedActivations:
     def watch(self) -> Iterator[None]:
         """Count what is saved inside the block, during one forward and backward pass."""
         parts = _parts(part_modules(self._model))
-        products = _Products(self._product) if self._model.keeps_products else contextlib.nullcontext()
+        products = _Products(self._product) if self._model.checkpointing == "selective" else contextlib.nullcontext()
         hooks = [
             *(module.register_forward_pre_hook(partial(self._now, part)) for part, module in parts),
             *(module.register_forward_hook(partial(self._now, "other")) for _, module in parts),
@@ -90,7 +90,7 @@ class SavedActivations:
         self._part = part
 
     def _block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model.is_checkpointed and torch.is_grad_enabled():
+        if self._model.checkpointing != "none" and torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 if torch.is_tensor(value) and value.is_floating_point():
                     self._count(value)
