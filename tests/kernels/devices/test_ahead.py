@@ -1,12 +1,14 @@
 """The kernels of a call are compiled before it launches the first of them. No GPU is needed."""
 
 import os
+import warnings
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
 from cce_kernels import backends, linear_cross_entropy
 from cce_kernels.backends import with_triton
 from cce_kernels.operators import cross_entropy
@@ -59,6 +61,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_call_compiles_nothing_after_its_rehearsal(case, compiled, monkeypatch):
     with ahead.rehearsal(GPU) as found:
+        assert tiles.device_of(torch.empty(1, device="meta")) == ABSENT
         step(**{"n": 256, "device": "meta", **CASES[case]})
     assert len(found) == len(compiled) >= 8
     rehearsed = list(compiled)
@@ -81,6 +84,35 @@ def test_another_number_of_tokens_compiles_few_kernels(options, n, most, compile
             step(tokens, "meta", 128_256, 2048, **options)
     assert before >= 10
     assert len(compiled) - before <= most
+
+
+@triton.jit
+def some_kernel(x_ptr, n):
+    pass
+
+
+def test_a_kernel_that_no_thread_could_compile_is_compiled_at_its_launch(monkeypatch):
+    tries: list[int] = []
+
+    def compile_at_last(*args, **options):
+        tries.append(len(tries))
+        return "compiled" if len(tries) == 3 else 1 / 0
+
+    monkeypatch.setattr(driver, "_active", Driver(90))
+    monkeypatch.setattr(triton.compiler, "compile", compile_at_last)
+    x = torch.empty(8, device="meta")
+    with ahead.rehearsal(GPU) as found:
+        launch.quick(some_kernel)[(1,)](x, 3)
+    assert found == []
+
+    def launched():
+        kernel = some_kernel.warmup(x, 3, grid=(1,))
+        return kernel.result() if hasattr(kernel, "result") else kernel  # as a launch does
+
+    with pytest.raises(ZeroDivisionError):
+        launched()
+    assert launched() == "compiled"
+    assert len(tries) == 3
 
 
 def test_outside_of_a_rehearsal_meta_tensors_are_shapes_alone(compiled):
@@ -124,17 +156,26 @@ def test_the_first_call_of_a_kind_is_rehearsed(rehearsed, monkeypatch):
     assert len(rehearsed) == 4
 
 
-def test_a_rehearsal_that_fails_is_told_once(rehearsed, monkeypatch, recwarn):
+def test_every_call_asks_for_a_rehearsal(rehearsed, monkeypatch):
+    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
+    monkeypatch.setattr(launch.Quick, "_launch", lambda *args, **options: None)
+    step(256, "cpu")
+    assert rehearsed == [256]
+
+
+def test_a_rehearsal_that_fails_is_told_once(rehearsed, monkeypatch):
     def fail(loss, x, call):
         rehearsed.append(len(x.e))
         raise RuntimeError("no threads")
 
     ahead._warn_once.cache_clear()
     monkeypatch.setattr(ahead, "_rehearse", fail)
-    for n in (2, 20, 200, 200):
-        ahead.compile_kernels(None, inputs(n), CALL)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for n in (2, 20, 200, 200):
+            ahead.compile_kernels(None, inputs(n), CALL)
     assert rehearsed == [2, 20, 200]
-    assert ["compiled ahead (RuntimeError: no threads)" in str(each.message) for each in recwarn] == [True]
+    assert ["compiled ahead (RuntimeError: no threads)" in str(each.message) for each in told] == [True]
 
 
 def test_nothing_of_the_caller_s_thread_sees_a_rehearsal(rehearsed, compiled, monkeypatch):

@@ -133,6 +133,7 @@ def test_other_versions_launch_through_triton_and_say_so_once(quick, monkeypatch
     monkeypatch.setattr(triton, "__version__", "3.8.0")
     launch._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         for _ in range(3):
             call(kernel)
     monkeypatch.undo()
