@@ -299,7 +299,7 @@ LONG += ["optimizer.weight_decay=0.123", "schedule.min_lr_ratio=0.2", "trainer.v
 
 
 def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart() -> None:
-    varied = ("optimizer.eps=1e-7", "optimizer.eps=1e-6", "trainer.valid_tokens=1", "schedule.min_lr_ratio=0.3")
+    varied = ("optimizer.eps=1e-7", "optimizer.eps=1e-6", "trainer.valid_tokens=1", "trainer.valid_tokens=2")
     names = [run_name(load_config([*LONG, choice])) for choice in varied]
     assert len(set(names)) == len(varied), "a hash stands for the words that do not fit"
     for name in names:
