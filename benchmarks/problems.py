@@ -320,7 +320,7 @@ def forward(loss: LossBackend, problem: Problem) -> torch.Tensor:
     """The mean loss in nats."""
     tensors = problem.hidden_ND, problem.weight_VD, problem.labels_N
     same = problem.hidden_ND.dtype == problem.compute_dtype
-    output = loss(*tensors) if same else loss.mixed(*tensors, problem.compute_dtype)
+    output = loss(*tensors, products_in=None if same else problem.compute_dtype)
     return output.sum_nats / problem.n_counted
 
 

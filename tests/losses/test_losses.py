@@ -217,14 +217,14 @@ def test_strided_hidden_states_give_the_same_result(name, dtype, device, case):
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_mixed_takes_fp32_tensors_and_returns_fp32_gradients(name):
+def test_products_in_bf16_of_fp32_tensors_return_fp32_gradients(name):
     available(name, CPU, torch.bfloat16)
     case = make_case(torch.float32)
     rounded = replace(case, hidden=case.hidden.bfloat16(), weight=case.weight.bfloat16())
     plain, plain_h, plain_w = run(name, rounded)
     hidden, weight = case.leaves()
     loss = build_loss(CONFIGS[name], device=CPU)
-    output = loss.mixed(hidden, weight, case.labels, torch.bfloat16)
+    output = loss(hidden, weight, case.labels, products_in=torch.bfloat16)
     (output.sum_nats * case.scale).backward()
     assert error(output.sum_nats, plain.sum_nats) < 1e-6
     assert hidden.grad.dtype == weight.grad.dtype == torch.float32

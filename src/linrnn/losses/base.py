@@ -46,7 +46,7 @@ class LossBackend(ABC):
 
     Attributes:
         autocasts: under autocast, `compute` takes fp32 tensors and multiplies in autocast's dtype. It returns fp32
-            gradients that were never rounded to that dtype; see `mixed`.
+            gradients that were never rounded to that dtype.
         capturable: forward and backward pass never wait for the device, so a CUDA graph can hold them.
         vocabulary_parallel: it can `spread` over ranks that share the rows of the weight.
     """
@@ -101,13 +101,17 @@ class LossBackend(ABC):
         """
         return None
 
-    def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
+    def __call__(
+        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, products_in: torch.dtype | None = None
+    ) -> LossOutput:
         """Evaluate the loss.
 
         Args:
             hidden_ND: final hidden states, already in the compute dtype; any strides.
             weight_VD: the output embedding in the same dtype.
             labels_N: int64 classes in [0, V), shifted by the caller; -100 is ignored.
+            products_in: bf16 or fp16, for fp32 tensors. Gradients are returned in fp32. A backend that `autocasts`
+                never rounds them to this dtype; other backends do.
 
         Raises:
             ValueError: shapes, dtypes or devices do not match.
@@ -115,25 +119,11 @@ class LossBackend(ABC):
         import torch
 
         _check_tensors(hidden_ND, weight_VD, labels_N)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            return self._output(hidden_ND, weight_VD, labels_N)
-
-    def mixed(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, dtype: torch.dtype) -> LossOutput:
-        """The loss of fp32 tensors with products in `dtype` (bf16 or fp16). Gradients are returned in fp32.
-
-        A backend that `autocasts` never rounds them to `dtype`; other backends do. Other arguments and errors as in a
-        plain call.
-        """
-        import torch
-
-        if not self.autocasts:
-            return self(hidden_ND.to(dtype), weight_VD.to(dtype), labels_N)
-        _check_tensors(hidden_ND, weight_VD, labels_N)
-        with torch.autocast(hidden_ND.device.type, dtype):
-            return self._output(hidden_ND, weight_VD, labels_N)
-
-    def _output(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
-        loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
+        autocast = products_in is not None and self.autocasts
+        if products_in is not None and not autocast:
+            hidden_ND, weight_VD = hidden_ND.to(products_in), weight_VD.to(products_in)
+        with torch.autocast(hidden_ND.device.type, products_in, enabled=autocast):
+            loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
         return LossOutput(loss.float(), (labels_N != IGNORE_INDEX).sum(), stats)
 
 
