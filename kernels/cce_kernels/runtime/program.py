@@ -113,24 +113,6 @@ class Tape(TorchDispatchMode):
         return result
 
 
-class View(NamedTuple):
-    """A tensor in one of a program's memories."""
-
-    place: tuple[int, int]  # which memory, and bytes from its beginning
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    whole: bool  # whether the memory is allocated as this tensor
-
-    def of(self, memory: Tensor) -> Tensor:
-        """This tensor in `memory`."""
-        if self.whole:
-            return memory
-        first = memory.storage_offset() * memory.itemsize + self.place[1]
-        found = memory.new_empty(0, dtype=self.dtype)
-        return found.set_(memory.untyped_storage(), first // self.dtype.itemsize, self.shape, self.stride)
-
-
 class Program:
     """The launches of a recorded pass, for any addresses.
 
@@ -168,21 +150,20 @@ class Program:
         given = [(i, tape.spot(x)) for i, x in enumerate(inputs) if x is not None]
         self._launches = [(launch, [_place(spot, placed, given) for spot in at]) for launch, at in tape.launches]
         allocations = [None] * self._count + self._allocations
-        self._results = []
+        self._results: list[Any] = []  # the place of each result, its form, and whether it is all of its memory
         for x, spot in zip(results, spots, strict=True):
             place = None if spot is None else _place(spot, placed, given)
             form = None if x is None else (x.shape, x.stride(), x.dtype)
             whole = place is not None and allocations[place[0]] == form
-            self._results.append(None if place is None or form is None else View(place, *form, whole))
+            self._results.append(None if place is None or form is None else (place, *form, whole))
         self._bound: dict[tuple[int, ...], list[Any]] = {}
         self.beside, self.next = beside, Passes()  # next: of the pass that takes up these results
 
     def _allocate(self, offsets: dict[int, int], size: int, memory: int | None = None) -> dict[int, tuple[int, int]]:
         """The places of pieces of these offsets (`arranged`): in `memory`, if it is given, or in an allocation."""
-        if memory is None:
-            memory = self._count + len(self._allocations)
-            if offsets:
-                self._allocations.append(((size,), (1,), torch.uint8))
+        if memory is None and offsets:
+            self._allocations.append(((size,), (1,), torch.uint8))
+        memory = self._count + len(self._allocations) - 1 if memory is None else memory
         return {number: (memory, offset) for number, offset in offsets.items()}
 
     def run(self, inputs: Sequence[Tensor | None], like: Tensor) -> list[Any]:
@@ -212,9 +193,12 @@ class Program:
         view = self._results[index]
         if view is None:
             return None
-        at = view.place[0] - self._count
-        memory, made[at] = made[at], None if take else made[at]
-        return view.of(memory)
+        (memory, offset), shape, stride, dtype, whole = view
+        x = made[memory - self._count]
+        if take:
+            made[memory - self._count] = None
+        first = (x.storage_offset() * x.itemsize + offset) // dtype.itemsize
+        return x if whole else x.new_empty(0, dtype=dtype).set_(x.untyped_storage(), first, shape, stride)
 
     def backward(
         self, usual: Callable[..., Any], up: Any, x: Inputs, metrics: Any, made: list[Any], call: Call, finish: bool
