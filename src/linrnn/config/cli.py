@@ -42,7 +42,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
 
     A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
     The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes
-    the configuration. It makes no directory, sets no variable and calls nothing that a configuration names.
+    the configuration. It makes no directory and calls nothing that a configuration names.
     """
     arguments = sys.argv[1:]
 
@@ -191,6 +191,8 @@ def _root(override: str) -> str:
 def _guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
     open_streams()
+    # Before torch is imported: waiting threads sleep. Spinning ones hold each other up beside another busy process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _check_working_directory()
         code = action() or 0

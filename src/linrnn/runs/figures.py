@@ -76,7 +76,7 @@ def uneven_steps(summary: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"the mean step takes {ratio:.2f} times the median step's {median:.2f} ms: tokens/s follow from the mean, and "
-        "a few steps took much longer or shorter"
+        "a few steps took much longer or shorter, as beside another busy process"
     )
 
 
