@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import DataError
 from linrnn.core.machine import GIB, cores
-from linrnn.experiments.points import Point
+from linrnn.experiments.points import START_SECONDS, Point
 from linrnn.runs.summary import duration
 
 
@@ -37,7 +37,8 @@ def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]
         *(f"({number}) {reason}" for reason, number in reasons.items()),
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
         *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
-        "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time without start-up and tuning"
+        f"memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with {START_SECONDS:.0f} s a point "
+        "to start, without tuning"
         + _in_all(pending(points, config.retry), config, gpus),
         "nothing was run or written",
     ]

@@ -27,6 +27,7 @@ from linrnn.runs.summary import HINTS, status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 POLL_SECONDS = 0.2
+START_SECONDS = 15.0  # from a command to its first step: about 8 on an idle CPU, 14 to 19 on an H100
 LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
 LOGS = "sweep_logs"  # in a group's directory: what each point printed
 ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
@@ -48,7 +49,7 @@ class Point:
         ranks: processes that share the run.
         total_steps: optimizer steps of the whole run; None if unknown.
         memory_bytes: expected peak of one rank's memory; None if unknown.
-        seconds: expected time of all steps; None if the device's rate is unknown.
+        seconds: expected time from the command to the last step; None if the device's rate is unknown.
         refusal: why the point cannot run here; None if it can.
         refused_here: whether another machine may run a refused point: its device, memory or libraries decide.
         missing: an error that the run would raise because its data or weights are not on this machine.
@@ -237,6 +238,7 @@ def _foresee(point: Point) -> Point:
     resumes = config.trainer.resume != "never" and bool(found(point.directory / CHECKPOINTS))
     missing = next(iter(inputs_elsewhere(config, resumes=resumes)[0]), None)
     memory = None if estimate is None else estimate.peak
+    seconds = None if seconds is None else START_SECONDS + seconds
     return dataclasses.replace(point, total_steps=steps, memory_bytes=memory, seconds=seconds, missing=missing)
 
 
