@@ -14,6 +14,7 @@ import pytest
 import torch
 from cce_kernels import api, log_probs
 from cce_kernels.huggingface import trl
+from cce_kernels.options import Inputs
 from torch import nn
 
 FOLDER = Path(__file__).resolve().parents[3] / "kernels" / "examples"
@@ -37,9 +38,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def watch(module: Any, name: str) -> None:
         own = getattr(module, name)
 
-        def watched(e: torch.Tensor, *args: Any, **options: Any) -> Any:
-            found.append(e.device.type)
-            return own(e, *args, **options)
+        def watched(x: Inputs, *args: Any, **options: Any) -> Any:
+            found.append(x.e.device.type)
+            return own(x, *args, **options)
 
         monkeypatch.setattr(module, name, watched)
 
