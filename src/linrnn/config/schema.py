@@ -656,6 +656,15 @@ class ReportConfig:
     )
 
 
+@dataclass
+class RunsConfig:
+    """`python scripts/runs.py group=default`: status, loss, speed, memory and age of every run of a group."""
+
+    group: str = option("default", "the group", pattern=PLAIN_NAME)
+    compare: list[str] = option([], "two runs, as [RUN,RUN]: only the keys in which they differ")
+    results_dir: str = option("results", "directory of all groups", path="read")
+
+
 # The schema of each command, by its name. A command with groups has a menu, configs/<name>.yaml. Benchmarks add theirs
 # with linrnn.config.compose.add_command.
 COMMANDS: dict[str, type] = {
@@ -665,6 +674,7 @@ COMMANDS: dict[str, type] = {
     "export": ExportConfig,
     "generate": GenerateConfig,
     "report": ReportConfig,
+    "runs": RunsConfig,
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,

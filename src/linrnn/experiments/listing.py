@@ -37,8 +37,8 @@ def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]
         *(f"({number}) {reason}" for reason, number in reasons.items()),
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
         *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
-        f"memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with {START_SECONDS:.0f} s a point "
-        "to start, without tuning"
+        "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with "
+        f"{START_SECONDS:.0f} s a point to start, without tuning"
         + _in_all(pending(points, config.retry), config, gpus),
         "nothing was run or written",
     ]
