@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,7 +73,15 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
         other = Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
         assert torch.equal(logits(other.model.hf, ids), logits(trainer.model.hf, ids))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "linrnn_config.yaml", "SHA256SUMS"}
+    own = {"linrnn_config.yaml", "SHA256SUMS", "README.md"}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", *own}
+    card, summary = (tmp_path / "out" / "README.md").read_text(), trainer.directory.read_summary()
+    assert summary is not None
+    assert f"* Model: {model}, {summary['n_parameters']:,} parameters" in card
+    assert f"steps with loss=cce_kahan, {summary['tokens']:,} tokens" in card
+    assert f"* Validation: {summary['valid_loss_nats']:.4f} nats a token" in card
+    again = load_config(shlex.split(card.split("```bash")[1].split("```")[0])[2:])
+    assert again.trainer.max_steps == trainer.config.trainer.max_steps
 
     exported = load_trained(str(tmp_path / "out"), CPU)
     greedy = {"temperature": 0.0, "max_new_tokens": 12, "prompt_tokens": [5, 6, 7, 0, 9]}
@@ -259,7 +268,8 @@ def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small
     export(load_trained(str(trained(small()).directory.path), CPU), tmp_path / "out")
     checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
-    whole = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "SHA256SUMS"}
+    edited = {"SHA256SUMS", "README.md"}  # the card is the owner's to change
+    whole = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name not in edited}
     for path, content in whole.items():
         damaged = bytearray(content)
         damaged[-9] ^= 4

@@ -4,11 +4,13 @@
     tokenizer.json, tokenizer_config.json                      for text; generated data has none
     linrnn_config.yaml                                         the run's configuration
     SHA256SUMS                                                 checked on loading, and by `sha256sum -c`
+    README.md                                                  a model card to edit: data, losses, command, how to load
 
 Parameters are always written in fp32. A run in bf16 keeps its decay rates in fp32, but config.json can name only one
 dtype. The logits are then those of the run; `from_pretrained(dtype=…)` casts.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,42 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from linrnn.config import to_yaml
+from linrnn.config import overrides_of, to_yaml
 from linrnn.config.schema import ProjectedModelConfig
 from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError, first_line
+from linrnn.core.files import read_object
 from linrnn.inference.load import Trained
 from linrnn.models import open_pretrained
+from linrnn.runs.directory import SUMMARY
+from linrnn.runs.environment import without_machine_paths
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [linrnn, flash-linear-attention]
+---
+# {title}
+
+{lines}
+
+```bash
+{command}
+```
+
+## Use
+
+```python
+from linrnn.inference import load_trained  # on a CPU or a GPU
+
+model = load_trained(".").model
+
+import fla  # without linrnn, on a GPU{flash}
+import transformers
+
+model = transformers.AutoModelForCausalLM.from_pretrained(".")
+```
+"""
 
 
 def export(trained: Trained, output: Path) -> None:
@@ -81,6 +113,27 @@ def _write(trained: Trained, directory: Path) -> None:
     for file in directory.iterdir():
         shutil.copymode(configuration, file)  # safetensors gives its files to their owner alone
     write_checksums(directory)
+    (directory / "README.md").write_text(card(trained), encoding="utf-8")  # not checked, because its owner edits it
+
+
+def card(trained: Trained) -> str:
+    """The model card of a run's checkpoint. Losses and tokens are there if the checkpoint is the run's last."""
+    assert trained.config is not None
+    config, run, step = trained.config, trained.source.parent.parent, int(trained.source.name.rpartition("_")[2])
+    summary = read_object(run / SUMMARY) if (run / SUMMARY).exists() else {}
+    lines = [
+        f"* Model: {config.model.name}, {sum(x.numel() for x in trained.model.parameters()):,} parameters",
+        f"* Data: {config.data.name}, a vocabulary of {trained.model.config.vocab_size:,}",
+        f"* Training: {step:,} steps with loss={config.loss.name}",
+    ]
+    if summary.get("steps") == step:
+        lines[-1] += f", {summary['tokens']:,} tokens, training loss {summary['train_loss_nats']:.4f} nats"
+        if summary.get("valid_loss_nats") is not None:
+            perplexity = summary["valid_perplexity"]
+            lines.append(f"* Validation: {summary['valid_loss_nats']:.4f} nats a token, perplexity {perplexity:.2f}")
+    command = shlex.join(["python", "train.py", *without_machine_paths(overrides_of(config))])
+    flash = ", with the flash_attn package" * (trained.model.config.model_type == "transformer")
+    return CARD.format(title=run.name, lines="\n".join(lines), command=command, flash=flash)
 
 
 def _compare(model: Any, directory: Path) -> None:
