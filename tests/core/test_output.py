@@ -120,13 +120,6 @@ def test_a_bug_alone_is_called_a_bug(body: str, code: int, first: str) -> None:
     assert ("this is a bug" in lines[1]) == (code == 1)
 
 
-def test_waiting_threads_sleep_unless_a_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = "import os; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert call(body).stdout == b"PASSIVE\n"
-    assert call(body, OMP_WAIT_POLICY="ACTIVE").stdout == b"ACTIVE\n"
-
-
 def test_an_error_is_described_by_its_class_and_the_first_line_of_its_message() -> None:
     errors = (ValueError("\nthe cause\nmore"), ValueError(), ValueError(" "))
     assert [described(error) for error in errors] == ["ValueError: the cause", "ValueError", "ValueError"]

@@ -191,8 +191,6 @@ def _root(override: str) -> str:
 def _guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
     open_streams()
-    # Before torch is imported: waiting threads sleep. Spinning ones hold each other up beside another busy process.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _check_working_directory()
         code = action() or 0
