@@ -22,9 +22,9 @@ from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.files import whole_lines, write_text
 from linrnn.core.machine import slug
-from linrnn.core.plot_style import COLOURS, GREY, LOSSES, in_words, legend_below, looks, loss_of, save, subplots
 from linrnn.core.tables import Table, show
 from linrnn.losses import loss_names
+from linrnn.report.plot_style import COLOURS, GREY, LOSSES, in_words, legend_below, looks, loss_of, save, subplots
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.origins import commit_in_words
 from linrnn.training.runtime import device_name, resolve_device

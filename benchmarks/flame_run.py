@@ -26,7 +26,7 @@ from linrnn.config.schema import option
 from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.core.files import write_text
 from linrnn.core.output import say
-from linrnn.core.plot_style import WIDTH, in_words, legend_below, looks, subplots
+from linrnn.report.plot_style import WIDTH, in_words, legend_below, looks, subplots
 from linrnn.runs.environment import command_line
 
 LAST_LINES = 60  # of a run that fails; half of them are the launcher's

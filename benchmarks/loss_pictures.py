@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.common import bars, grouped
 from benchmarks.loss_rows import AGAIN, BAR, EXACT, FLOOR, Row
-from linrnn.core.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, looks, loss_of, subplots
 from linrnn.models.facts import model_in_words
+from linrnn.report.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, looks, loss_of, subplots
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
 LOGITS = {"peaked": "trained-like", "flat": "random-init"}

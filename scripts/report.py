@@ -5,7 +5,7 @@ from linrnn.config.schema import ReportConfig
 
 
 def main(config: ReportConfig) -> None:
-    from linrnn.report import make_report
+    from linrnn.report.write import make_report
 
     paths = make_report(config)
     print(paths[0].read_text(encoding="utf-8"))

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from linrnn.config import load_config
-from linrnn.core.plot_style import COLOURS, subplots
 from linrnn.data import Batch
 from linrnn.inference.load import open_reading
 from linrnn.losses import build_loss
 from linrnn.models.language_model import compute_dtype, loss_inputs
+from linrnn.report.plot_style import COLOURS, subplots
 
 BATCHES, SAMPLED, DRAWS = 24, 12, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
 SEQUENCES = (8, 2)  # of a batch

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from linrnn.core.plot_style import GREY, LOSSES, OTHER, legend_below, loss_of, subplots
 from linrnn.models.facts import model_in_words
+from linrnn.report.plot_style import GREY, LOSSES, OTHER, legend_below, loss_of, subplots
 from linrnn.report.runs import backend_names
 from study.measures import told
 

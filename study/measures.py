@@ -12,7 +12,7 @@ import yaml
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import read_object
-from linrnn.core.plot_style import in_words, loss_of
+from linrnn.report.plot_style import in_words, loss_of
 from linrnn.report.runs import read_committed
 from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import CONTROL, EXACT

@@ -18,8 +18,8 @@ from benchmarks.steps_rows import Row as StepRow
 from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
-from linrnn.core.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
 from linrnn.report.curves import difference
+from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
 from linrnn.report.plots import band, named
 from linrnn.report.runs import read_committed
 from linrnn.report.verdicts import CONTROL, EXACT

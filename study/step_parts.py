@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from linrnn.core.plot_style import close_bars, subplots
+from linrnn.report.plot_style import close_bars, subplots
 
 # The drawn parts of a step: their words, the parts of a breakdown that they hold, and their colours.
 PARTS = {

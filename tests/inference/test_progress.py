@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from linrnn.config import load_config
-from linrnn.inference import generate, sparsity
+from linrnn.inference import generate
+from linrnn.models import language_model
 from linrnn.models.tuning import progress
 from linrnn.training import evaluation
 from linrnn.training.trainer import Trainer
@@ -58,7 +59,7 @@ def test_a_validation_an_evaluation_samples_a_profile_and_a_breakdown(
         monkeypatch.setattr(owner, name, wait_then_call)
 
     slow(evaluation, "loss_inputs", lambda *_: "evaluated 0 of ")
-    slow(sparsity, "loss_inputs", lambda *_: ": 0 tokens")
+    slow(language_model, "loss_inputs", lambda *_: ": 0 tokens")
     slow(generate._Counter, "put", lambda counter, _: counter.text())
     trainer = Trainer(load_config(small()))
     trainer.fit()
@@ -67,12 +68,20 @@ def test_a_validation_an_evaluation_samples_a_profile_and_a_breakdown(
     slow(Trainer, "train_step", lambda *_: "broken_down")
     cache = f"data.cache_dir={data_cache}"
     for script, overrides, line in (
-        ("evaluate", [f"checkpoint={run}", cache], "evaluated 0 of "),
-        ("generate", [f"checkpoint={run}", "prompt_tokens=[1]", "max_new_tokens=3", "n_samples=2"], "2 of 2, 3 of 3"),
-        ("profile_sparsity", [f"checkpoints=[{run}]", cache, f"output_dir={tmp_path}"], "step_00000003: 0 tokens"),
-        ("breakdown", [*small("run_name=broken_down"), f"output={tmp_path}", "steps=1"], "broken_down: 0 s so far"),
+        ("scripts/evaluate", [f"checkpoint={run}", cache], "evaluated 0 of "),
+        (
+            "scripts/generate",
+            [f"checkpoint={run}", "prompt_tokens=[1]", "max_new_tokens=3", "n_samples=2"],
+            "2 of 2, 3 of 3",
+        ),
+        ("study/sparsity", [f"checkpoints=[{run}]", cache, f"output_dir={tmp_path}"], "step_00000003: 0 tokens"),
+        (
+            "scripts/breakdown",
+            [*small("run_name=broken_down"), f"output={tmp_path}", "steps=1"],
+            "broken_down: 0 s so far",
+        ),
     ):
-        done = command_here(f"scripts/{script}.py", *overrides)
+        done = command_here(f"{script}.py", *overrides)
         assert done.returncode == 0, done.stderr
         assert line in done.stderr
         assert " so far" not in done.stdout

@@ -14,7 +14,7 @@ from made_up_runs import FIVE_SEEDS, GIB, HERE, answer, five, run
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.report import make_report, write, write_report
+from linrnn.report import write
 from linrnn.report.page import inline
 from linrnn.report.remarks import on_figures, on_origin, on_runs
 from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
@@ -22,7 +22,7 @@ from linrnn.report.summary import sentences
 from linrnn.report.tables import of_runs, of_verdicts
 from linrnn.report.targets import judge, parse_target, read_targets, store_targets
 from linrnn.report.verdicts import baseline_of, verdicts
-from linrnn.report.write import Inputs
+from linrnn.report.write import Inputs, make_report, write_report
 
 MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
 LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from linrnn.core.plot_style import LOSSES, in_words, looks
 from linrnn.losses import loss_names
 from linrnn.models.facts import model_in_words
 from linrnn.report import plots
+from linrnn.report.plot_style import LOSSES, in_words, looks
 from linrnn.report.runs import read_committed
 
 ROOT = Path(__file__).resolve().parents[2]

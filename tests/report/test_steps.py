@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from linrnn.config import load_config
-from linrnn.report import make_report, write
+from linrnn.report import write
 from linrnn.report.runs import COMMITTED, LOSS, TIME_DIGITS, TIMES, Run, read_committed, read_runs, write_committed
 from linrnn.report.targets import store_targets
+from linrnn.report.write import make_report
 from linrnn.runs.figures import speed_of_run
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training.trainer import Trainer

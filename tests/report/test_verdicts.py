@@ -11,10 +11,11 @@ import pytest
 from made_up_runs import BLOCKS, ELSEWHERE, FIVE_SEEDS, FLOAT8, GIB, HERE, answer, five, only, run, trained
 from matplotlib import pyplot
 
-from linrnn.report import plots, write, write_report
+from linrnn.report import plots, write
 from linrnn.report.curves import largest_difference
 from linrnn.report.runs import LOSS, Run, backend_names, read_committed, read_runs, write_committed
 from linrnn.report.targets import Target, Verdict
+from linrnn.report.write import write_report
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
 from linrnn.runs.origins import read_origin

@@ -170,7 +170,7 @@ def test_the_sparsity_of_trained_models_is_profiled(
 ) -> None:
     run = fitted(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
-    profile = ["scripts/profile_sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
+    profile = ["study/sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
     done = command(*profile, "max_tokens=400", f"output_dir={out}")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads((out / "sparsity.json").read_text())

@@ -587,7 +587,7 @@ class EvaluateConfig(ReadingConfig):
 
 @dataclass
 class ProfileSparsityConfig(ReadingConfig):
-    """`python scripts/profile_sparsity.py checkpoints=[results/default/RUN] [data=text data.path=…]`"""
+    """`python study/sparsity.py checkpoints=[results/default/RUN] [data=text data.path=…]`"""
 
     checkpoints: list[str] = option(MUST_BE_GIVEN, "runs (their newest checkpoints) or single checkpoints", path="read")
     max_tokens: int | None = option(100000, "tokens of the validation split to read; null: all", minimum=1)

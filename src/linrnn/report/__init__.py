@@ -3,7 +3,3 @@
 `runs` reads, `verdicts` compares runs by seed, `targets` says what a comparison may be judged by, `summary`, `tables`
 and `remarks` make the content, `page` renders it, and `write` orders it and writes the files.
 """
-
-from linrnn.report.write import make_report, write_report
-
-__all__ = ["make_report", "write_report"]

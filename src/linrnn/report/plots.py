@@ -6,7 +6,9 @@ from statistics import fmean, median
 from typing import Any
 
 from linrnn.core.machine import GIB
-from linrnn.core.plot_style import (
+from linrnn.models.facts import model_in_words
+from linrnn.report.curves import SMOOTHED_STEPS, Curve, difference, smoothed
+from linrnn.report.plot_style import (
     GREY,
     LOSSES,
     PALE,
@@ -20,8 +22,6 @@ from linrnn.core.plot_style import (
     loss_of,
     subplots,
 )
-from linrnn.models.facts import model_in_words
-from linrnn.report.curves import SMOOTHED_STEPS, Curve, difference, smoothed
 from linrnn.report.runs import SETTING, Run, alike, backend_names
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import baseline_of

@@ -12,9 +12,9 @@ from linrnn.config.overrides import written
 from linrnn.config.schema import ReportConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
-from linrnn.core.plot_style import save
 from linrnn.report import plots, remarks, tables
 from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, folded, to_html, to_markdown
+from linrnn.report.plot_style import save
 from linrnn.report.runs import (
     COMMITTED,
     MAX_BATCHES,

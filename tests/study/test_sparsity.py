@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from linrnn.inference.sparsity import (
+from study.sparsity import (
     BANDS,
     EXPONENTS,
     FIRST,

@@ -1,7 +1,8 @@
-"""How sparse a model's softmax is: the share of entries above 2^-k and the mass below, by k and token frequency.
+"""How sparse a model's softmax is: `python study/sparsity.py checkpoints=[results/…]`.
 
-An entry is one vocabulary token at one position. Bands group the tokens by their frequency among the labels: the most
-frequent 1/1600 of the vocabulary, up to 1 %, up to 10 %, and the rest.
+The share of entries above 2^-k and the mass below, by k and token frequency. An entry is one vocabulary token at one
+position. Bands group the tokens by their frequency among the labels: the most frequent 1/1600 of the vocabulary, up to
+1 %, up to 10 %, and the rest.
 
 A second table gives the mass of the vocabulary's first entries in three orders. Ordered by mean probability they have
 the most mass. The two other orders are known before the softmax is computed.
@@ -11,20 +12,25 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from linrnn.config.cli import run
+from linrnn.config.schema import ProfileSparsityConfig
+from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
-from linrnn.core.plot_style import COLOURS, DASHES, GREY, legend_below, save, subplots
 from linrnn.core.tables import Table
 from linrnn.data import Batch
+from linrnn.inference.load import open_reading
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel, tuning
 from linrnn.models.facts import model_in_words
 from linrnn.models.language_model import loss_inputs
+from linrnn.report.plot_style import COLOURS, DASHES, GREY, legend_below, save, subplots
 
 EXPONENTS = 32  # 2^-0 to 2^-31; smaller values count as the last
 BANDS = {"top 1/1600": 1 / 1600, "to 1 %": 0.01, "to 10 %": 0.1, "rest": 1.0}
@@ -194,3 +200,25 @@ def in_words(name: str) -> str:
     model, _, size = name.split(",")[0].partition(" ")
     step = re.search(r"step_(\d+)", name)
     return model_in_words(model, size) + (f", step {int(step[1])}" if step else "")
+
+
+def main(config: ProfileSparsityConfig) -> None:
+    if not config.checkpoints:
+        raise ConfigError("checkpoints=[] names no run", "name runs or checkpoints: checkpoints=[results/default/RUN]")
+    profiles = []
+    for source in config.checkpoints:
+        reading = open_reading("checkpoints", source, config.data, config.device)
+        batches = partial(reading.batches, config.max_tokens)
+        counts = torch.zeros(reading.vocab_size, dtype=torch.int64)
+        for batch in batches():
+            counts += torch.bincount(batch.labels[batch.labels >= 0], minlength=reading.vocab_size)
+        name = f"{reading.config.model.name} {reading.config.size.name}, {reading.directory.name}"
+        with tuning.show_progress():
+            found = profile(name, reading.model, batches(), counts, precision=reading.precision, device=reading.device)
+        profiles.append(found)
+        print(f"{reading.directory}: {100 * found.share_above['all'][PAPER_EXPONENT]:.4f} % above 2^-{PAPER_EXPONENT}")
+    print("wrote " + ", ".join(map(str, write(profiles, Path(config.output_dir)))))
+
+
+if __name__ == "__main__":
+    run(main, "profile_sparsity", __doc__)
