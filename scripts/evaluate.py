@@ -1,64 +1,6 @@
 """Compute a checkpoint's loss, perplexity and bits per byte: `python scripts/evaluate.py checkpoint=results/…`."""
 
-import dataclasses
-
-from linrnn.config import data_for, read_config
-from linrnn.config.cli import run
-from linrnn.config.schema import EvaluateConfig
-from linrnn.data import BatchesOnce
-
-
-def main(config: EvaluateConfig) -> None:
-    from linrnn.costs import loss_memory
-    from linrnn.inference.load import directory_of_tokenizer, open_data, read_model
-    from linrnn.losses import build_loss
-    from linrnn.models import tuning
-    from linrnn.models.language_model import compute_dtype, parameter_dtype
-    from linrnn.training import checkpoint
-    from linrnn.training.evaluation import evaluate
-    from linrnn.training.plan import check_reading_fits, make_plan
-    from linrnn.training.starting import vocab_size
-
-    directory = checkpoint.required("checkpoint", config.checkpoint)
-    trained = read_config(directory / "config.yaml")
-    trainer = dataclasses.replace(
-        trained.trainer,
-        batch_size=config.batch_size or trained.trainer.batch_size,
-        seq_len=config.seq_len or trained.trainer.seq_len,
-    )
-    here = dataclasses.replace(
-        trained,
-        data=data_for(trained.data, config.data, directory_of_tokenizer(directory)),
-        loss=config.loss or trained.loss,
-        trainer=trainer,
-        device=config.device,
-    )
-    plan = make_plan(here)
-    arch = plan.architecture(vocab_size(directory))
-    shape = (trainer.batch_size * trainer.seq_len, arch.hidden_size, arch.vocab_size)
-    of_loss = loss_memory(here.loss, *shape, compute_dtype(plan.precision).itemsize)
-    lighter = ["batch_size=1"] * (trainer.batch_size > 1) + ["loss=cce_kahan"] * (not here.loss.name.startswith("cce"))
-    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0, " or ".join(lighter))
-    data = open_data(directory, trained.data, here.data)
-    model = read_model(directory, arch, plan.device, parameter_dtype(plan.precision))
-    shards = data.valid if config.split == "valid" else data.train
-    with tuning.show_progress():
-        evaluation = evaluate(
-            model,
-            build_loss(here.loss, device=plan.device),
-            BatchesOnce(
-                shards,
-                seq_len=trainer.seq_len,
-                batch_size=trainer.batch_size,
-                max_tokens=config.max_tokens,
-                reset_at_document=here.data.reset_at_document,
-                token_bytes=data.token_bytes(shards, config.max_tokens, print),
-            ),
-            precision=plan.precision,
-            device=plan.device,
-        )
-    print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
-
+from linrnn.commands import start
 
 if __name__ == "__main__":
-    run(main, "evaluate", __doc__)
+    start("evaluate")

@@ -98,7 +98,9 @@ LINES = [
     ("train", "data.name=../x", "is no plain name", "no dot at its start"),
     # What is no override, or more than one.
     ("train", "batch_size", "'batch_size' cannot be read", "key=value"),
-    ("train", "--model gla", "--model: there is no such option", "give only overrides"),
+    ("train", "--model gla", "--model: there is no such option", "write model=gla"),
+    ("train", "--batch-size=8", "--batch-size=8: there is no such option", "write trainer.batch_size=8"),
+    ("train", "--fast model=gla", "--fast: there is no such option", "give only overrides"),
     ("train", "-m model=gla,kda", "-m: there is no such option", "scripts/sweep.py"),
     ("train", "~dry_run", "~dry_run: no key can be removed", "leave it out"),
     ("train", "seed=[1", "cannot be read", "for the shell"),

@@ -16,15 +16,16 @@ from cce_kernels.cost.__main__ import parsed
 from cce_kernels.cost.presets import PRESETS
 
 import linrnn.config
+from linrnn.commands import COMMANDS
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
 from linrnn.config.grids import sweep_points
-from linrnn.config.schema import COMMANDS
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
-COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|make|torchrun|pip|source|git) \S", re.MULTILINE)
-ENTRY = re.compile(r"^    (?:cli\.)?run(_many|_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
+COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|linrnn|make|torchrun|pip|source|git) \S", re.MULTILINE)
+ENTRY = re.compile(r"^    (?:cli\.)?run(_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
+START = re.compile(r"^    start\(\"(\w+)\"\)", re.MULTILINE)
 # Commands of other programs, literally: this test cannot check them.
 FIXED = {
     "source .venv/bin/activate",
@@ -80,6 +81,9 @@ def check_script(script: str, overrides: list[str]) -> None:
     if script.startswith("benchmarks/"):  # adds its keys when it is imported
         import_module(script.removesuffix(".py").replace("/", "."))
     overrides = [override for override in overrides if override != "--help"]
+    if started := START.search(source):
+        check_command(started[1], overrides)
+        return
     entry = ENTRY.search(source)
     if entry is None:  # a command line of its own, which its docstring lists
         usage = ast.get_docstring(ast.parse(source)) or ""
@@ -87,15 +91,21 @@ def check_script(script: str, overrides: list[str]) -> None:
         assert shlex.join(["python", script, *overrides]) in usage or all(key in usage for key in keys), overrides
     elif entry[1] == "_plain":
         assert not overrides
-    elif entry[1] == "_many":
-        assert entry[2] in COMMANDS
-        own, _, runs = split_overrides(overrides, entry[2])
-        config = load_config(own, entry[2])
-        points = sweep_points(config.sweep, runs) if entry[2] == "run_sweep" else [runs]
-        for point in {tuple(point) for point in (points[0], points[-1])}:  # test_grids.py composes all
-            load_config(point)
     else:
         load_config(overrides, entry[2] or "train")
+
+
+def check_command(name: str, overrides: list[str]) -> None:
+    """The command accepts these overrides."""
+    command = COMMANDS[name]
+    if not command.makes_runs:
+        load_config(overrides, command.config_name)
+        return
+    own, _, runs = split_overrides(overrides, command.config_name)
+    config = load_config(own, command.config_name)
+    points = sweep_points(config.sweep, runs) if name == "sweep" else [runs]
+    for point in {tuple(point) for point in (points[0], points[-1])}:  # test_grids.py composes all
+        load_config(point)
 
 
 def check(words: list[str]) -> None:
@@ -120,6 +130,8 @@ def check(words: list[str]) -> None:
         script = next(number for number, word in enumerate(rest) if word.endswith(".py"))
         assert all(re.match(r"--(nnodes|nproc-per-node|rdzv-backend|rdzv-endpoint)=", word) for word in rest[:script])
         check_script(rest[script], rest[script + 1 :])
+    elif program == "linrnn":
+        check_command(rest[0], [word for word in rest[1:] if word != "--help"])
     elif program == "python" and rest[0].endswith(".py"):
         check_script(rest[0], rest[1:])
     else:
@@ -135,7 +147,8 @@ def test_the_commands_are_composed(block: Block) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["python train.py loss=cce_kahn", "make trian", "rm -r results", "python scripts/no.py"]
+    "line",
+    ["python train.py loss=cce_kahn", "linrnn sweep sweep=mev", "make trian", "rm -r results", "python scripts/no.py"],
 )
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((Exception, pytest.fail.Exception)):

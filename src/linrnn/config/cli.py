@@ -17,7 +17,7 @@ from typing import Any
 import linrnn.core.machine  # noqa: F401  notes when this process began
 from linrnn.config.bounds import check_outputs
 from linrnn.config.compose import load_config, menu_of
-from linrnn.config.manual import help_text
+from linrnn.config.manual import help_text, written_as
 from linrnn.config.schema import COMMANDS
 from linrnn.core.errors import (
     ConfigError,
@@ -28,12 +28,12 @@ from linrnn.core.errors import (
     out_of_memory,
     ran_out_of_memory,
 )
-from linrnn.core.output import drop_output, open_streams, output_error, say
+from linrnn.core.output import as_started, drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _NO_HOME = "Could not determine home directory."  # what Path.expanduser says
-_HELP_FLAGS = {"--help", "-h"}
+HELP_FLAGS = {"--help", "-h"}
 KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows
 
 
@@ -47,7 +47,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     arguments = sys.argv[1:]
 
     def call() -> int | None:
-        if _HELP_FLAGS & set(arguments):
+        if HELP_FLAGS & set(arguments):
             print(help_text(config_name, description, arguments))
             return None
         refuse_flags(arguments)
@@ -58,7 +58,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
             check_outputs(config)
         return main(config)
 
-    if code := _guarded(call):
+    if code := guarded(call):
         raise SystemExit(code)
 
 
@@ -67,14 +67,14 @@ def run_plain(main: Callable[[], None], description: str) -> None:
     arguments = sys.argv[1:]
 
     def call() -> None:
-        if _HELP_FLAGS & set(arguments):
+        if HELP_FLAGS & set(arguments):
             print(f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
         elif arguments:
             raise ConfigError(f"{arguments[0]}: this command takes no arguments", "run it without any")
         else:
             main()
 
-    if code := _guarded(call):
+    if code := guarded(call):
         raise SystemExit(code)
 
 
@@ -92,9 +92,9 @@ def run_many(
     arguments = sys.argv[1:]
 
     def call() -> int | None:
-        if _HELP_FLAGS & set(arguments):
+        if HELP_FLAGS & set(arguments):
             print(help_text(config_name, description, arguments))
-            print("\nall other keys and groups are those of the runs: python train.py --help")
+            print(as_started("\nall other keys and groups are those of the runs: python train.py --help"))
             return None
         refuse_flags(arguments)
         refuse_repeated(arguments)
@@ -112,20 +112,25 @@ def run_many(
             raise ConfigError(f"{launcher[0]}: {only_here}", "drop the hydra… overrides")
         return main(config, runs)
 
-    raise SystemExit(_guarded(call))
+    raise SystemExit(guarded(call))
 
 
 def refuse_flags(arguments: Sequence[str]) -> None:
-    """Reject Hydra's own options: they load files from elsewhere, unpickle, or start many jobs.
+    """Reject options: the command line is overrides. Hydra's own load files, unpickle, or start many jobs.
 
     Raises:
-        ConfigError: an argument begins with `-`.
+        ConfigError: an argument begins with `-`. The remedy for `--model gla` is `model=gla`.
     """
-    if flags := [argument for argument in arguments if argument.startswith("-")]:
-        raise ConfigError(
-            f"{flags[0]}: there is no such option",
-            "give only overrides (see --help); scripts/sweep.py starts many runs",
-        )
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            continue
+        name, _, value = argument.lstrip("-").partition("=")
+        following = arguments[position + 1 : position + 2]
+        value = value or next((word for word in following if "=" not in word and not word.startswith("-")), "…")
+        remedy = "give only overrides (see --help); scripts/sweep.py starts many runs"
+        if argument.startswith("--") and (keys := written_as(name.replace("-", "_"))):
+            remedy = f"write {' or '.join(f'{key}={value}' for key in keys)}"
+        raise ConfigError(f"{argument}: there is no such option", remedy)
 
 
 def refuse_repeated(arguments: Sequence[str]) -> None:
@@ -188,7 +193,7 @@ def _root(override: str) -> str:
     return re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
 
 
-def _guarded(action: Callable[[], int | None]) -> int:
+def guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
     open_streams()
     try:
@@ -245,7 +250,7 @@ def _known(error: Exception) -> LinrnnError | None:
 def _report(cause: str, remedy: str, what: str = "error") -> None:
     if os.environ.get("HYDRA_FULL_ERROR"):
         say(scrub(traceback.format_exc()), sys.stderr)
-    say(f"{what}: {one_line(cause)}\n  -> {one_line(remedy)}", sys.stderr)
+    say(as_started(f"{what}: {one_line(cause)}\n  -> {one_line(remedy)}"), sys.stderr)
 
 
 def one_line(text: str) -> str:

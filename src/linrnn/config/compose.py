@@ -35,7 +35,9 @@ from linrnn.core.errors import ConfigError, first_line
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG_DIR = Path(__file__).resolve().parents[3] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel, or at the top of the source tree.
+CONFIG_DIR = next(path for path in (PACKAGE / "configs", PACKAGE.parents[1] / "configs") if path.is_dir())
 
 
 # -------------------------------------------------------------------------------------------------- what there is

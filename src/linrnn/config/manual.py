@@ -14,6 +14,9 @@ from linrnn.config import compose
 from linrnn.config.compose import check_option, defaults_of_option, menu_of, options_of
 from linrnn.config.schema import ABOUT, COMMANDS, MUST_BE_GIVEN, ReadingConfig
 from linrnn.core.errors import EXIT_CODES
+from linrnn.core.output import as_started, is_program
+
+WIDTH = 100  # columns of the help
 
 
 def help_text(config_name: str, description: str = "", arguments: Sequence[str] = ()) -> str:
@@ -32,7 +35,7 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
     if experiment := chosen.get("experiment"):
         given = [argument.partition("=")[0] for argument in arguments]
         chosen |= {group: option for group, option in _chosen_by(experiment).items() if group not in given}
-    lines = [description, "", f"usage: python {os.path.relpath(sys.argv[0])} [group=option …] [group.key=value …]", ""]
+    lines = [description, "", f"usage: {_program()} [group=option …] [group.key=value …]", ""]
     groups = {*menu, *(["data"] if issubclass(COMMANDS[config_name], ReadingConfig) else [])}
     if groups:
         lines += ["groups:", *(f"  {group:<12} {' | '.join(options_of(group))}" for group in sorted(groups)), ""]
@@ -44,7 +47,25 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
     options = [(group, option) for group, option in chosen.items() if option]
     for title, text in [manual_of_command(config_name), *(manual_of(*option) for option in options)]:
         lines += ["", f"--- {title}", text]
-    return "\n".join(lines).strip()
+    text = as_started("\n".join(lines).strip())
+    return "\n".join(short for line in text.splitlines() for short in _fitted(line))
+
+
+def words_of(config_name: str, prefix: str = "") -> list[str]:
+    """What may follow `prefix` on a command line: `model=gla` and its like behind `model=`, else groups and keys."""
+    menu, (group, equals, _) = menu_of(config_name), prefix.partition("=")
+    if equals:
+        return [f"{group}={option}" for option in options_of(group)] if group in menu else []
+    defaults = [(group, defaults_of_option(group, option)) for group, option in menu.items() if option]
+    keys = [f"{group}.{field.name}=" for group, schema in defaults for field in dataclasses.fields(schema)]
+    own = [f"{field.name}=" for field in dataclasses.fields(COMMANDS[config_name]) if "meaning" in field.metadata]
+    return [*(f"{group}=" for group in menu), *own, *keys]
+
+
+def written_as(name: str) -> list[str]:
+    """The groups and keys of runs that somebody means by the option `--name`."""
+    words = [word.removesuffix("=") for word in words_of("train")]
+    return [word for word in words if name == word] or [word for word in words if name == word.rpartition(".")[2]]
 
 
 def manual_of(group: str, option: str) -> tuple[str, str]:
@@ -81,8 +102,25 @@ def _chosen_by(experiment: str) -> dict[str, str]:
     return {key.split("/")[-1]: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
 
 
+def _program() -> str:
+    return sys.argv[0] if is_program() else f"python {os.path.relpath(sys.argv[0])}"
+
+
+def _fitted(line: str) -> list[str]:
+    """A line in at most WIDTH columns. Its comment goes on below itself, all else is indented once more."""
+    value, mark, meaning = line.partition("# ")
+    if len(line) <= WIDTH:
+        return [line]
+    if not mark or len(value) > WIDTH / 2:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    first, *more = textwrap.wrap(meaning, WIDTH - len(value) - 2)
+    below = value if not value.strip() else " " * len(value)
+    return [f"{value}{mark}{first}", *(f"{below}# {words}" for words in more)]
+
+
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), 120, initial_indent="# ", subsequent_indent="# ")
+    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def _keys(defaults: Any, values: dict[str, Any]) -> Iterator[str]:
@@ -107,7 +145,7 @@ def _key(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield from _comment(meaning)
         yield from shown.strip().splitlines()
         return
-    first, *more = textwrap.wrap(meaning, 92)
+    first, *more = textwrap.wrap(meaning, WIDTH - 30)
     yield f"{shown.strip():<27} # {first}"
     yield from (f"{'':<27} # {line}" for line in more)
 

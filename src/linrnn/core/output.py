@@ -3,8 +3,12 @@
 import contextlib
 import io
 import os
+import re
 import sys
 from typing import TextIO
+
+PROGRAM = "linrnn"
+_SCRIPT = re.compile(r"(?:python )?(?:scripts/(\w+)|\b(train))\.py\b")
 
 
 def open_streams() -> None:
@@ -39,6 +43,16 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
         drop_output(stream)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             say(f"standard output is given up ({error.strerror})", sys.stderr)
+
+
+def is_program() -> bool:
+    """Whether this process is `linrnn COMMAND`, and not a script of the repository."""
+    return sys.argv[0].startswith(f"{PROGRAM} ")
+
+
+def as_started(text: str) -> str:
+    """`text` with its commands as this process was started: `python scripts/report.py` may be `linrnn report`."""
+    return _SCRIPT.sub(lambda script: f"{PROGRAM} {script[1] or script[2]}", text) if is_program() else text
 
 
 def drop_output(stream: TextIO) -> None:

@@ -25,7 +25,7 @@ from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import HINTS, status_of, summary_without_figures
 
-TRAIN = CONFIG_DIR.parent / "train.py"
+TRAIN = CONFIG_DIR.parent / "train.py"  # in the source tree alone
 POLL_SECONDS = 0.2
 START_SECONDS = 15.0  # from a command to its first step: about 8 on an idle CPU, 14 to 19 on an H100
 LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
@@ -269,10 +269,11 @@ class Process:
         self._summary_before = point.written_at()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
+        train = [str(TRAIN)] if TRAIN.exists() else ["-m", "linrnn", "train"]
         with point.log.open("wb") as log:  # an open file of their own: processes that they leave hold no claim
             self._ranks = [
                 subprocess.Popen(
-                    list(command or [sys.executable, str(TRAIN), *point.overrides]),
+                    list(command or [sys.executable, *train, *point.overrides]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

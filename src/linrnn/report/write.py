@@ -12,6 +12,7 @@ from linrnn.config.overrides import written
 from linrnn.config.schema import ReportConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
+from linrnn.core.output import as_started
 from linrnn.report import plots, remarks, tables
 from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, folded, to_html, to_markdown
 from linrnn.report.plot_style import save
@@ -109,7 +110,7 @@ def _command(config: ReportConfig) -> str:
     """The command that makes this report again: the group or summary, and every other key that has no default value."""
     defaults, values = (dataclasses.asdict(one) for one in (load_config([], "report"), config))
     changed = [written(key, value) for key, value in values.items() if value != defaults[key]]
-    return shlex.join(["python", "scripts/report.py", *changed])
+    return as_started(shlex.join(["python", "scripts/report.py", *changed]))
 
 
 def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:

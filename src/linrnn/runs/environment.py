@@ -25,6 +25,7 @@ from linrnn.config import CONFIG_DIR, settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import cores
+from linrnn.core.output import is_program
 from linrnn.losses import KERNELS
 from linrnn.models import tuning
 from linrnn.runs.origins import Process
@@ -47,21 +48,26 @@ def command_line() -> str:
     relative to it, and a results directory outside is called `results`.
     """
     script = Path(sys.argv[0]).resolve()
-    here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else sys.argv[0]
-    return shlex.join([*_starter(), here, *without_machine_paths(sys.argv[1:])])
+    here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) and not is_program() else sys.argv[0]
+    return shlex.join([*_starter(), *_words(here), *without_machine_paths(sys.argv[1:])])
 
 
 def typed_command() -> str:
     """The same command as it was typed, with the paths of this machine: for the user to type again."""
-    return shlex.join([*_starter(), *sys.argv])
+    return shlex.join([*_starter(), *_words(sys.argv[0]), *sys.argv[1:]])
 
 
 def _starter() -> list[str]:
-    """Python, or torchrun with its processes."""
+    """Python (of the program `linrnn` nothing), or torchrun with its processes."""
     if not (processes := os.environ.get("LOCAL_WORLD_SIZE")):
-        return ["python"]
+        return [] if is_program() else ["python"]
     machines = os.environ.get("GROUP_WORLD_SIZE", "1")
-    return ["torchrun", *([f"--nnodes={machines}"] if machines != "1" else []), f"--nproc-per-node={processes}"]
+    nodes = [f"--nnodes={machines}"] if machines != "1" else []
+    return ["torchrun", *nodes, f"--nproc-per-node={processes}", *["-m"] * is_program()]
+
+
+def _words(script: str) -> list[str]:
+    return script.split() if is_program() else [script]
 
 
 def without_machine_paths(arguments: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from linrnn.config.schema import Config, VocabConfig
 from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import GIB
+from linrnn.core.output import PROGRAM, as_started, is_program
 from linrnn.runs.directory import LOG, METRICS, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
@@ -161,7 +162,7 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
         "",
         f"wrote {directory}/",
         f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
-        *(_next_commands(config, directory, checkpoints) if summary["status"] == "finished" else []),
+        *(map(as_started, _next_commands(config, directory, checkpoints)) if summary["status"] == "finished" else []),
     ]
 
 
@@ -206,7 +207,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
 
 def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
     here = Path(sys.executable)
-    python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else "python"
+    python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) and not is_program() else "python"
     by_vocabulary = isinstance(config.parallel, VocabConfig)
     other = (_NEXT_LOSS_BY_VOCABULARY if by_vocabulary else _NEXT_LOSS).get(config.loss.name, "cce_kahan")
     cache = config.data.cache_dir
@@ -224,7 +225,7 @@ def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[s
 
 def _train_command(config: Config) -> str:
     """The command that makes this run: the process's own, or a train.py command if Python called the Trainer."""
-    if Path(sys.argv[0]).name == "train.py":
+    if Path(sys.argv[0]).name in ("train.py", f"{PROGRAM} train"):
         return typed_command()
     return shlex.join(["python", "train.py", *overrides_of(config)])
 

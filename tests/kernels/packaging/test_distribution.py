@@ -75,9 +75,17 @@ def test_the_installed_wheel_runs(built, tmp_path):
     assert run("-c", PROGRAM, str(tmp_path), str(KERNELS.parent), cwd=tmp_path) == "ran []\n"
 
 
-def test_the_wheel_of_linrnn_holds_the_library_alone(built, tmp_path):
+def test_the_wheel_of_linrnn_holds_the_library_and_its_configurations_alone(built, tmp_path):
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(KERNELS.parent), cwd=tmp_path)
     [wheel] = tmp_path.glob("linrnn-*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in names} == {"linrnn"}  # nothing of cce_kernels: both install in any order
+    configs = KERNELS.parent / "configs"
+    assert {f"linrnn/configs/{path.relative_to(configs).as_posix()}" for path in configs.rglob("*.yaml")} <= names
     assert wheel.name.split("-")[1] == next(built.glob("*.whl")).name.split("-")[1], "one version"
+    alone = ("--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path / "site"))
+    run("-m", "pip", "install", "--quiet", *alone, str(wheel), cwd=tmp_path)
+    assert (tmp_path / "site" / "bin" / "linrnn").is_file()
+    printed = run("-m", "linrnn", "train", "size=mve", "--help", cwd=tmp_path / "site")
+    assert "usage: linrnn train" in printed
+    assert "--- configs/size/mve.yaml" in printed
