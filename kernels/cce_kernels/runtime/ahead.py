@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..options import Call, Inputs
 from .devices import REHEARSAL
@@ -96,7 +98,7 @@ def rehearsal(device: torch.device) -> Iterator[list[Any]]:
     with torch.cuda.device(device) if present else nullcontext(), _Threads(cores()) as pool:
         REHEARSAL.device, REHEARSAL.launch = device, launch
         try:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
+            with triton.AsyncCompileMode(pool, ignore_errors=True), _Elementwise():
                 yield found
         finally:
             REHEARSAL.device = REHEARSAL.launch = None
@@ -104,6 +106,27 @@ def rehearsal(device: torch.device) -> Iterator[list[Any]]:
         found[:] = {id(each): each for each in ready if each is not None}.values()
         if present:
             list(pool.map(load, found))
+
+
+class _Elementwise(TorchDispatchMode):
+    """Gives elementwise results on the meta device their form, by the same operator on one number on the CPU.
+
+    torch's own way there begins with an import of torch._dynamo, which takes 2.5 s.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a mode that does imports torch._dynamo, too
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.Tag.pointwise not in operator.tags:
+            return operator(*args, **kwargs)
+        if operator._schema.is_mutable:
+            return kwargs.get("out", args[0])
+        shapes = [x.shape for x in args if isinstance(x, Tensor)]
+        one = tree_map_only(Tensor, lambda x: torch.empty((1,) * x.ndim, dtype=x.dtype), args)
+        return torch.empty(torch.broadcast_shapes(*shapes), dtype=operator(*one, **kwargs).dtype, device="meta")
 
 
 class _Threads(ThreadPoolExecutor):

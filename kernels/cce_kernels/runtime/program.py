@@ -93,6 +93,10 @@ class Tape(TorchDispatchMode):
         memory = x.untyped_storage().data_ptr()
         return Spot(self._at.get(memory), x.data_ptr(), memory)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first tape imports torch._dynamo, which takes 2.5 s of a second call
+
     def __enter__(self) -> Tape:
         RECORDING.tape = self
         return super().__enter__()

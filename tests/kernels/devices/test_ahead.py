@@ -1,7 +1,10 @@
 """The kernels of a call are compiled before it launches the first of them. No GPU is needed."""
 
 import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +76,25 @@ def test_a_call_compiles_nothing_after_its_rehearsal(case, compiled, monkeypatch
     with zeroed():  # nothing runs that would write indices
         step(**{"n": 256, "device": "cpu", **CASES[case]})
     assert compiled == rehearsed
+
+
+def test_a_first_and_a_second_call_do_without_torch_dynamo():
+    """Its import takes 2.5 s, and torch's modes and references begin with it."""
+    code = """
+import sys, pytest, torch
+from cce_kernels.runtime.program import Tape
+from test_ahead import CASES, GPU, Driver, ahead, driver, jit, step
+jit.JITFunction._do_compile = lambda *args: object()
+driver._active = Driver(90)
+for case in CASES.values():
+    with ahead.rehearsal(GPU):
+        step(**{"n": 256, "device": "meta", **case})
+with Tape():
+    torch.empty(1)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    folders = [str(Path(__file__).parent), *sys.path]
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}, check=True)
 
 
 @pytest.mark.parametrize(("n", "most"), [(6000, 1), (8191, 0), (5001, 1), (4097, 1), (3333, 2)])
