@@ -1,25 +1,24 @@
 """Ranks that compute the loss with the vocabulary spread over them: one process each, all cases in one run.
 
-`python vocab_parallel_ranks.py RANKS STORE OUTPUT DEVICE CASE…` starts the ranks. Each rank writes its results to
-OUTPUT.RANK. On CPUs the script forks the ranks after it has imported torch and Triton. Ranks that need no interpreter
-are forked from the process of forked.py.
+`python vocab_parallel_ranks.py FOLDER DEVICE {"RANKS": [CASE, …], …}` starts the ranks. A smaller group is the first
+ranks of a larger one. Each rank writes its results to FOLDER/of_RANKS.RANK. On CPUs the script forks the ranks after it
+has imported torch and Triton.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,7 @@ from cce_kernels.runtime.interpreter import INTERPRETED
 
 MODULES = {"exponentials": "triton.logits", "product": "triton.matmul"}
 MODULES |= dict.fromkeys(("all_gather", "reduce_scatter"), "parallel.sharding")
-PATIENCE = 150  # s that a rank waits for the others
+PATIENCE = 300  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
 
@@ -155,12 +154,14 @@ def cases(ranks: int) -> list[Spread]:
     return found
 
 
-def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment: str) -> list[dict[str, Any]]:
-    """Every rank's results and gradients for the named cases of `cases(ranks)`, in new processes."""
+def start(
+    spreads: dict[int, list[Spread]], device: str = "cpu", **environment: str
+) -> dict[int, list[dict[str, Any]]]:  # fmt: skip
+    """By the number of ranks: every rank's results and gradients for these of `cases(ranks)`, in new processes."""
+    names = {ranks: [str(spread) for spread in of_ranks] for ranks, of_ranks in spreads.items()}
     with tempfile.TemporaryDirectory() as folder:
-        common = [str(ranks), f"{folder}/store", f"{folder}/output", device, *(str(spread) for spread in spreads)]
         process = subprocess.Popen(
-            [sys.executable, __file__, *common],
+            [sys.executable, __file__, folder, device, json.dumps(names)],
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -173,45 +174,10 @@ def start(ranks: int, spreads: list[Spread], device: str = "cpu", **environment:
             process.wait()
             raise
         assert process.returncode == 0, printed[-5000:]
-        return [torch.load(f"{folder}/output.{rank}", weights_only=True) for rank in range(ranks)]
-
-
-def start_forked(spreads: dict[int, list[Spread]]) -> dict[int, list[dict[str, Any]]]:
-    """As `start` on CPUs, for several numbers of ranks: smaller groups reuse the same processes."""
-    import forked  # of the folder above: the scripts' processes have no use for it
-
-    most = max(spreads)
-    names = {ranks: [str(spread) for spread in spreads[ranks]] for ranks in sorted(spreads)}
-    with tempfile.TemporaryDirectory() as folder:
-        printed = Path(f"{folder}/printed")
-        process = forked.start(_fork_ranks, most, folder, names, str(printed))
-        try:
-            process.join(2 * PATIENCE)
-        finally:
-            if process.exitcode is None and process.pid:
-                os.killpg(process.pid, signal.SIGKILL)  # with its ranks
-                process.join()
-        assert process.exitcode == 0, printed.read_text()[-5000:]
         return {
             ranks: [torch.load(f"{folder}/of_{ranks}.{rank}", weights_only=True) for rank in range(ranks)]
             for ranks in names
         }
-
-
-def _fork_ranks(most: int, folder: str, names: dict[int, list[str]], printed: str) -> None:
-    os.setsid()
-    with open(printed, "a") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    sys.exit(failed([context.Process(target=_all_groups, args=(rank, folder, names)) for rank in range(most)]))
-
-
-def _all_groups(rank: int, folder: str, names: dict[int, list[str]]) -> None:
-    for ranks, of_ranks in names.items():
-        if rank < ranks:
-            main(rank, ranks, f"{folder}/store_{ranks}", f"{folder}/of_{ranks}", "cpu", of_ranks)
 
 
 def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
@@ -324,37 +290,37 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def main(rank: int, ranks: int, store: str, output: str, device: str, names: list[str]) -> None:
+def main(rank: int, folder: str, device: str, names: dict[int, list[str]]) -> None:
+    """All groups of a rank, one after another."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
-        timeout=timedelta(seconds=PATIENCE),
-    )  # fmt: skip
-    results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
-    torch.save(results, Path(f"{output}.{rank}"))
-    dist.barrier()
-    dist.destroy_process_group()
+    for ranks, of_ranks in names.items():
+        if rank >= ranks:
+            continue
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=dist.FileStore(f"{folder}/store_{ranks}", ranks), rank=rank,
+            world_size=ranks, timeout=timedelta(seconds=PATIENCE),
+        )  # fmt: skip
+        results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in of_ranks}
+        torch.save(results, f"{folder}/of_{ranks}.{rank}")
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def start_ranks(ranks: int, *arguments: Any, device: str) -> int:
-    """Call `main` in a process for each rank; returns how many failed. CUDA does not survive a fork."""
-    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
-    return failed([context.Process(target=main, args=(rank, ranks, *arguments)) for rank in range(ranks)])
-
-
-def failed(processes: Sequence[BaseProcess]) -> int:
-    """Start processes and wait for their ends; returns how many failed."""
+if __name__ == "__main__":
+    folder, device, encoded = sys.argv[1:]
+    names = {int(ranks): of_ranks for ranks, of_ranks in json.loads(encoded).items()}
+    if any(spread.compiled for ranks in names for spread in cases(ranks) if str(spread) in names[ranks]):
+        # The compiler takes seconds to begin. No gradients here, because their threads do not survive a fork.
+        import_module("torch._inductor.lowering")
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")  # CUDA does not survive a fork
+    processes = [context.Process(target=main, args=(rank, folder, device, names)) for rank in range(max(names))]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    return sum(process.exitcode != 0 for process in processes)
+    sys.exit(sum(process.exitcode != 0 for process in processes))
 
 
-if __name__ == "__main__":
-    ranks, store, output, device, *names = sys.argv[1:]
-    sys.exit(start_ranks(int(ranks), store, output, device, names, device=device))
-
-
-__all__ = ["IGNORE", "Spread", "cases", "compute", "start", "start_forked"]
+__all__ = ["IGNORE", "Spread", "cases", "compute", "start"]
