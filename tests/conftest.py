@@ -39,6 +39,7 @@ SMALL = (
     "data.n_tokens=20000",
     "data.n_valid_tokens=2000",
     "logger.wandb.mode=disabled",
+    "logger.picture=false",
 )
 
 

@@ -1,5 +1,6 @@
 """The list of a group's runs says what each did, which differ in one key alone, and what is missing."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import DataError, LinrnnError
-from linrnn.report.overview import compared, one_key_apart, overview
+from linrnn.report.overview import compared, one_key_apart, overview, write_csv
 
 IDENTITY = {"model.name": "gla", "loss.name": "standard", "optimizer.lr": 1e-3, "seed": 0}
 LINEAR = {"loss.name": "cce_kahan", "loss.accumulate": "kahan"}
@@ -44,6 +45,20 @@ def test_two_runs_are_compared_key_by_key(group: Path) -> None:
     with pytest.raises(DataError, match="holds no run nope") as error:
         compared(group, ["a", "nope"])
     assert "a, b, c, d, e" in error.value.remedy
+
+
+def test_the_metrics_of_a_group_are_written_as_csv(group: Path) -> None:
+    (group / "c" / "metrics.jsonl").write_text(
+        '{"step": 1, "valid/loss_nats": 3.5}\n{"step": 2, "train/loss_nats": 3}\n'
+    )
+    assert write_csv(group, group / "new" / "all.csv") == 3
+    with (group / "new" / "all.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["step"], row["train/loss_nats"], row["valid/loss_nats"]) for row in rows] == [
+        ("b", "7", "2.25", ""), ("c", "1", "", "3.5"), ("c", "2", "3", ""),
+    ]  # fmt: skip
+    with pytest.raises(DataError, match="holds no metrics"):
+        write_csv(group / "none", group / "all.csv")
 
 
 def test_a_group_without_runs_is_refused(tmp_path: Path) -> None:

@@ -45,10 +45,13 @@ def report(config: ReportConfig) -> None:
 
 
 def runs(config: RunsConfig) -> None:
-    """List the runs of a group, and compare two."""
-    from linrnn.report.overview import compared, overview
+    """List the runs of a group, compare two, or write all their metrics as CSV."""
+    from linrnn.report.overview import compared, overview, write_csv
 
     group = Path(config.results_dir) / config.group
     if len(config.compare) not in (0, 2):
         raise ConfigError(f"compare names {len(config.compare)} runs", "name two: compare=[RUN,RUN]")
+    if config.csv:
+        print(f"wrote {config.csv}: {write_csv(group, Path(config.csv)):,} rows")
+        return
     print("\n".join(compared(group, config.compare) if config.compare else overview(group)))

@@ -1,6 +1,7 @@
 """The commands that train, or measure training."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from linrnn.config import load_config, run_name
@@ -21,6 +22,8 @@ def train(config: Config) -> None:
     """Train one model with one loss backend."""
     if not config.dry_run:
         check_outputs(config)
+    if os.environ.get("RANK", "0") == "0":
+        say("starting: importing PyTorch")
     # Imported here, because torch takes seconds: --help and wrong keys answer at once.
     from linrnn.distributed import join
 

@@ -378,7 +378,18 @@ class LoggerConfig:
     """metrics.jsonl in the run directory is always written and is the source of truth; wandb mirrors it."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    console_every_seconds: float = option(1.0, "seconds between progress lines", minimum=0)
+    tensorboard: bool = option(False, "true: mirror them to TensorBoard's event files in <run>/tensorboard, too")
+    picture: bool = option(True, "true: draw progress.png (loss and speed) beside summary.json at the end")
+    console_every_seconds: float = option(
+        30.0, "seconds between progress lines; on a terminal one line moves in place", minimum=0
+    )
+
+
+@dataclass
+class TensorboardLoggerConfig(LoggerConfig):
+    """As the default, with TensorBoard beside wandb (pip install 'linrnn[tensorboard]')."""
+
+    tensorboard: bool = option(True, "true: mirror metrics to TensorBoard's event files in <run>/tensorboard")
 
 
 @dataclass
@@ -662,6 +673,7 @@ class RunsConfig:
 
     group: str = option("default", "the group", pattern=PLAIN_NAME)
     compare: list[str] = option([], "two runs, as [RUN,RUN]: only the keys in which they differ")
+    csv: str | None = option(None, "a file for the metrics of all runs of the group, one row a step", path="written")
     results_dir: str = option("results", "directory of all groups", path="read")
 
 
@@ -698,7 +710,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "optimizer": {"adamw": OptimizerConfig, "muon": MuonConfig},
     "schedule": {"cosine": FallingConfig, "linear": FallingConfig, "wsd": WsdConfig, "constant": ScheduleConfig},
     "trainer": {"default": TrainerConfig},
-    "logger": {"default": LoggerConfig},
+    "logger": {"default": LoggerConfig, "tensorboard": TensorboardLoggerConfig},
     "parallel": {"none": ParallelConfig, "ddp": DdpConfig, "fsdp": FsdpConfig, "vocab": VocabConfig},
     "sweep": {"": SweepConfig},
 }

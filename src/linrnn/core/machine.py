@@ -17,6 +17,14 @@ BEGAN = time.monotonic()  # every command imports this module at its start
 SHARED_GPU = "LINRNN_SHARED_GPU"  # environment variable: 1 if other runs compute on this process's GPU at the same time
 
 
+def size_in_words(n_bytes: float) -> str:
+    """A size in the unit that reads best: 10.3 MiB, 1.85 GiB."""
+    units = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    unit, name = next((one for one in units if n_bytes >= one[0]), units[-1])
+    number = n_bytes / unit
+    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f} {name}"
+
+
 def gpu_is_shared() -> bool:
     """Whether this process was told that other runs compute on its GPU (`share_gpus=true` of scripts/sweep.py).
 
@@ -38,6 +46,19 @@ def seconds_since_start() -> float:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_with_others(threads: int) -> str | None:
+    """A line if other processes take this machine's cores from the `threads` of this one; None: they do not.
+
+    The system's load is that of the last minute.
+    """
+    load, there = os.getloadavg()[0], os.cpu_count() or 1
+    if load < 1.2 * there or load < threads + 0.7:
+        return None
+    waiting = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or threads == 1
+    remedy = "" if waiting else "; OMP_WAIT_POLICY=PASSIVE may be several times faster here (docs/troubleshooting.md)"
+    return f"busy machine: a load of {load:.0f} on {there} cores makes steps slow and uneven{remedy}"
 
 
 def ranks_here() -> int:

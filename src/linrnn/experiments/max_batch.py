@@ -131,6 +131,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.checkpoint_every=0",
         "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
+        "logger.picture=false",
     ]
     run: Config = load_config(of_probes)
     check_parallel(run, config.ranks)

@@ -1,5 +1,6 @@
 """Every run of a group in one line each, and the keys in which runs differ. It reads files alone."""
 
+import csv
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,24 @@ def compared(group: Path, names: Sequence[str]) -> list[str]:
     first, second = (read_object(group / name / IDENTITY) for name in names)
     lines = [f"{key}: {one} | {other}" for key, (one, other) in differences(first, second).items()]
     return lines or ["no key of their identity differs"]
+
+
+def write_csv(group: Path, path: Path) -> int:
+    """Write the metrics of all runs of a group, a row for each record with its run. Returns the number of rows.
+
+    Raises:
+        DataError: the group has no metrics, or a file is damaged.
+    """
+    found = sorted(group.glob(f"*/{METRICS}"))
+    rows = [{"run": file.parent.name, **record} for file in found for record in read_jsonl(file)]
+    if not rows:
+        raise DataError(f"{group} holds no metrics", "name a group with runs (results/<group>/<run_name>/)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.DictWriter(opened, list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    return len(rows)
 
 
 def one_key_apart(identities: Mapping[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -24,6 +24,7 @@ ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 LOG = "train.log"
+PICTURE = "progress.png"
 CHECKPOINTS = "checkpoints"
 ASIDE = "trainer.resume=never moves the old run aside and starts again"
 

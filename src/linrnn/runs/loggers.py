@@ -3,13 +3,15 @@
 import contextlib
 import importlib.util
 import os
+import shutil
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from linrnn.config.schema import WandbConfig
+from linrnn.config.schema import LoggerConfig, WandbConfig
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import UnsupportedError, described
 from linrnn.core.files import write_text
@@ -17,6 +19,7 @@ from linrnn.core.output import say
 from linrnn.core.redaction import scrub
 
 CONNECTION_SECONDS = 60  # how long a run waits for wandb's server at its start, and again at its end
+MOVES_SECONDS = 0.2  # between the places of the line that moves on a terminal
 _SERVICE_SECONDS = (
     120  # how long wandb's own process may take to start; its default of 30 is too short on a busy machine
 )
@@ -55,40 +58,103 @@ def check_wandb(config: WandbConfig) -> None:
         )
 
 
+def check_loggers(config: LoggerConfig) -> None:
+    """Raise if a logger cannot serve here.
+
+    Raises:
+        UnsupportedError: as for :func:`check_wandb`, or TensorBoard is not installed.
+    """
+    check_wandb(config.wandb)
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        remedy = "pip install 'linrnn[tensorboard]', or use logger.tensorboard=false (metrics.jsonl is written)"
+        raise UnsupportedError("logger.tensorboard=true: TensorBoard is not installed", remedy)
+
+
+class TensorboardMirror:
+    """Mirrors metrics to event files. A resumed run replaces what an earlier process wrote after `step`.
+
+    A failure is reported and does not stop a run.
+    """
+
+    def __init__(self, directory: Path, step: int, say: Callable[[str], None]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+        self._say = say
+        say(f"TensorBoard: tensorboard --logdir {directory.parent}")
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Mirror the metrics of a step."""
+        try:
+            for name, value in _measured(metrics).items() if self._writer else ():
+                self._writer.add_scalar(name, value, step)
+        except Exception as error:
+            self._say(f"TensorBoard stopped ({described(error)}); metrics.jsonl goes on")
+            self._writer = None
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._writer:
+            with contextlib.suppress(Exception):
+                self._writer.close()
+
+
 class Silence:
     """A console that prints nothing, for every rank but the first."""
 
     def line(self, text: str = "") -> None:
         """Print a line for people."""
 
-    def progress(self, text: str, *, final: bool = False) -> None:
-        """Print a progress line."""
+    def progress(self, step: int, total: int, text: str) -> None:
+        """Print how far the run is."""
+
+    def end_progress(self) -> None:
+        """Leave the line that moves."""
 
 
 class Console(Silence):
     """Prints lines for people on standard output, and with the date in train.log.
 
-    Progress lines come at most every `every_seconds`. If the log cannot be written, one message says so and the run
-    goes on without it. A closed standard output does not stop a run either.
+    On a terminal one progress line moves in place. Elsewhere progress lines come at most every `every_seconds`. If the
+    log cannot be written, one message says so and the run goes on without it. A closed standard output does not stop a
+    run either.
     """
 
     def __init__(self, log_path: Path, every_seconds: float) -> None:
         self._log: TextIO | None = log_path.open("a", encoding="utf-8")
-        self._every = every_seconds
+        self._moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._every = MOVES_SECONDS if self._moves else every_seconds
+        self._moving = ""  # the line that stands on the terminal, without its end
         self._last = float("-inf")
 
     def line(self, text: str = "") -> None:
         text = scrub(text)
-        say(text)
+        say(f"\r{text.ljust(len(self._moving))}" if self._moving else text)
         self._record(text)
+        if self._moving:
+            say(self._moving, end="")
 
-    def progress(self, text: str, *, final: bool = False) -> None:
-        """A progress line: always in train.log; on the console if it is due or `final`."""
-        now = time.monotonic()
-        self._record(text)
-        if final or now - self._last >= self._every:
-            self._last = now
-            say(text)
+    def progress(self, step: int, total: int, text: str) -> None:
+        """A progress line: always in train.log; on the console if it is due or the last step's."""
+        now, plain = time.monotonic(), f"step {step:>{len(str(total))}}/{total} | {text}"
+        self._record(plain)
+        if step < total and now - self._last < self._every:
+            return
+        self._last = now
+        if not self._moves:
+            say(plain)
+            return
+        from tqdm import tqdm
+
+        form = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} | " + text
+        room = shutil.get_terminal_size().columns - 1
+        self._moving = tqdm.format_meter(step, total, elapsed=0, ncols=room, bar_format=form)[:room].ljust(room)
+        say(f"\r{self._moving}", end="")
+
+    def end_progress(self) -> None:
+        if self._moving:
+            say("")
+        self._moving = ""
 
     def _record(self, text: str) -> None:
         try:
@@ -150,6 +216,7 @@ class WandbMirror:
         self.mode = wandb_mode(config)
         if self.mode == "disabled":
             return
+        say("wandb starts")
         try:
             if self.mode == "auto":
                 self.mode = "online" if has_wandb_key() else "offline"
@@ -162,6 +229,9 @@ class WandbMirror:
         if self._run is None:
             with self._survive():
                 self._run = self._open("offline", self._stable_id())
+        if self._run is not None:
+            offline = f"offline in {directory}/wandb; to sync: wandb sync {directory}/wandb/offline-run-*"
+            say(f"wandb: {self._run.url if self.mode == 'online' else offline}")
 
     def _open(self, mode: Literal["online", "offline"], run_id: str) -> Any:
         import wandb

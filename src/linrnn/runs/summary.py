@@ -12,9 +12,9 @@ from linrnn.config.naming import HORIZON, defaults_of, paths
 from linrnn.config.schema import Config, VocabConfig
 from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
-from linrnn.core.machine import GIB
+from linrnn.core.machine import size_in_words
 from linrnn.core.output import PROGRAM, as_started, is_program
-from linrnn.runs.directory import LOG, METRICS, SUMMARY, RunDirectory
+from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
@@ -110,28 +110,29 @@ def duration(seconds: float) -> str:
 
 
 def progress_line(
-    step: int,
-    total_steps: int,
-    epochs: float,
     loss: float,
-    floor: float | None,
+    lr: float,
+    grad_norm: float,
     tokens_per_second: float | None,
+    mfu: float | None,
     seconds_left: float | None,
 ) -> str:
-    """One line of progress: step, epoch, loss (and the lowest possible loss), tokens/s, time left."""
-    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}", f"epoch {epochs:.2f}", f"loss {loss:.4f}"]
-    if floor is not None:
-        words[-1] += f" (floor {floor:.4f})"
-    words.append("warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s")
-    if seconds_left is not None:
-        words.append(f"{duration(seconds_left)} left")
-    return " | ".join(words)
+    """Smoothed loss, speed and time left, learning rate, gradient norm, MFU."""
+    words = [
+        f"loss {loss:.4f}",
+        "warming up" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s",
+        None if seconds_left is None else f"{duration(seconds_left)} left",
+        f"lr {lr:.1e}",
+        f"grad norm {grad_norm:.2f}",
+        None if mfu is None else f"MFU {mfu:.1%}",
+    ]
+    return " | ".join(filter(None, words))
 
 
 def memory_lines(components: dict[str, int]) -> list[str]:
-    """Bytes by component as lines in GiB. A name `whole/part` is indented."""
+    """Bytes by component as lines. A name `whole/part` is indented."""
     rows = [("  " * name.count("/") + name.rsplit("/", 1)[-1], size) for name, size in components.items()]
-    return [f"  {name:<24}{size / GIB:10.3f} GiB" for name, size in rows]
+    return [f"  {name:<24}{size_in_words(size):>12}" for name, size in rows]
 
 
 def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon: int) -> list[str]:
@@ -155,14 +156,28 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
     rows = _figures(summary)
     width = max(map(len, rows))
     checkpoints = config.trainer.checkpoint_every != 0
+    picture = f", {PICTURE}" if (directory / PICTURE).exists() else ""
+    name = f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}"
     return [
         "",
-        f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}",
+        ": ".join([name, *filter(None, [", ".join(_that_matter(summary))])]),
         *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"),
         "",
         f"wrote {directory}/",
-        f"  {SUMMARY}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
+        f"  {SUMMARY}{picture}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
         *(map(as_started, _next_commands(config, directory, checkpoints)) if summary["status"] == "finished" else []),
+    ]
+
+
+def _that_matter(summary: dict[str, Any]) -> list[str]:
+    """The three figures that matter: the loss, the speed and the memory."""
+    valid, loss = summary["valid_loss_nats"], summary["train_loss_nats"]
+    speed, peak = summary["tokens_per_second"], summary["peak_memory_bytes"]
+    return [
+        *([f"loss {loss:.4f}"] if valid is None and loss is not None else []),
+        *([f"valid loss {valid:.4f}"] if valid is not None else []),
+        *([f"{speed:,.0f} tokens/s"] if speed else []),
+        *([f"peak {size_in_words(peak)}"] if peak else []),
     ]
 
 
@@ -201,7 +216,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         "uneven steps": uneven_steps(summary) or "-",
         "MFU": show(summary["mfu"], ".1%"),
         "MFU by 6N": show(summary["mfu_6n"], ".1%"),
-        "peak memory": show(peak and peak / GIB, ".3f", f" GiB ({summary['peak_memory_is']})"),
+        "peak memory": f"{size_in_words(peak)} ({summary['peak_memory_is']})" if peak else "-",
     }
 
 

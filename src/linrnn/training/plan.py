@@ -25,7 +25,7 @@ from linrnn.losses import check_loss, check_vocabulary_parallel
 from linrnn.models import check_device, check_heads, check_installed
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.language_model import compute_dtype
-from linrnn.runs.loggers import check_wandb
+from linrnn.runs.loggers import check_loggers
 from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.execution.float8 import check_float8
 from linrnn.training.runtime import a_gpu, resolve_device, resolve_precision
@@ -166,7 +166,7 @@ def make_training_plan(config: Config) -> Plan:
     """
     world_size = Launch.from_environment().world_size_of(config.parallel)
     plan = replace(make_plan(config), world_size=world_size)
-    check_wandb(config.logger.wandb)
+    check_loggers(config.logger)
     trainer = config.trainer
     if trainer.memory_snapshot and plan.device.type != "cuda":
         raise UnsupportedError(

@@ -16,18 +16,19 @@ import torch
 from linrnn import costs
 from linrnn.config.naming import choices
 from linrnn.core.dates import utc_now
-from linrnn.core.errors import DivergedError, LinrnnError, first_line
-from linrnn.core.machine import GIB, gpu_is_shared
+from linrnn.core.errors import DivergedError, LinrnnError, described, first_line
+from linrnn.core.machine import GIB, busy_with_others, gpu_is_shared
 from linrnn.data import PreparedData
 from linrnn.distributed import Ranks
 from linrnn.models import LanguageModel, tuning
 from linrnn.models.architecture import Architecture
 from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace
-from linrnn.runs.directory import LOG, SUMMARY, RunDirectory
+from linrnn.runs.directory import LOG, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import command_line, describe_process
 from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run, wall_seconds_of_run
-from linrnn.runs.loggers import Console, Silence, WandbMirror
+from linrnn.runs.loggers import Console, Silence, TensorboardMirror, WandbMirror
 from linrnn.runs.metrics import JsonlWriter, finite, read_jsonl
+from linrnn.runs.picture import draw_progress
 from linrnn.runs.summary import (
     MEAN_OF_LAST,
     final_lines,
@@ -39,6 +40,8 @@ from linrnn.runs.summary import (
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import device_name
+
+SMOOTHED = 10  # steps in the mean loss of a progress line
 
 
 class StepRecord:
@@ -94,6 +97,7 @@ class RunLog:
         self._plan, self._config, self._directory, self._ranks = plan, plan.config, directory, ranks
         self._architecture, self._data, self._blocks = architecture, data, blocks
         self._console = Silence()
+        self._tensorboard: TensorboardMirror | None = None
         self._seconds_before = 0.0  # wall-clock seconds of earlier processes of the run
         self._began_at = time.monotonic()
         self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
@@ -134,9 +138,11 @@ class RunLog:
         self._metrics.truncate_after(step, keep_validation=step < self._plan.total_steps)
         self._seconds_before = wall_seconds_of_run(self._records())
 
-    def mirror_to_wandb(self) -> None:
-        """Open the run's page on wandb, or say why not."""
+    def open_mirrors(self, step: int) -> None:
+        """Open TensorBoard's files and the run's page on wandb, or say why not."""
         if self._ranks.is_first:
+            if self._config.logger.tensorboard:
+                self._tensorboard = TensorboardMirror(self._directory.path, step, self.line)
             self._wandb = WandbMirror(
                 self._config.logger.wandb,
                 self._directory.path,
@@ -175,11 +181,23 @@ class RunLog:
         self._began_at = time.monotonic()
 
     def end(self, summary: dict[str, Any], *, failed: bool) -> None:
-        """Tell wandb and the console how the run ended."""
+        """Tell all loggers how the run ended, and draw its picture."""
+        self._console.end_progress()
         if self._ranks.is_first:
             self._wandb.finish(summary, exit_code=int(failed))
+            if self._tensorboard:
+                self._tensorboard.finish()
+            if self._config.logger.picture and summary["steps"]:
+                self._draw()
         for line in final_lines(self._config, self._directory.path, summary):
             self.line(line)
+
+    def _draw(self) -> None:
+        """The picture of a run, which a full disk or a broken library only leaves out."""
+        try:
+            draw_progress(self._records(), self._directory.path.name, self._directory.path / PICTURE)
+        except Exception as error:
+            self.line(f"{PICTURE} was not drawn ({described(error)})")
 
     # --------------------------------------------------------------------------------------------------- metrics
     def append(self, record: StepRecord) -> None:
@@ -214,9 +232,13 @@ class RunLog:
         epochs, seconds = self._epochs(record.step), self.speed.recent_step_seconds()
         speed = None if seconds is None else plan.tokens_per_step / seconds  # None during the warm-up
         left = None if seconds is None else seconds * (plan.total_steps - record.step)
-        floor, final = self._data.entropy_floor_nats, record.step == plan.total_steps
-        line = progress_line(record.step, plan.total_steps, epochs, loss, floor, speed, left)
-        self._console.progress(line, final=final)
+        final = record.step == plan.total_steps
+        smooth = fmean([*self.recent_losses][-SMOOTHED:])
+        words = progress_line(smooth, record.lr, grad_norm, speed, self._mfu(seconds)["mfu"], left)
+        self._console.progress(record.step, plan.total_steps, words)
+        on_cpu, measured = plan.device.type == "cpu", record.number_here == plan.unmeasured_steps + 1
+        if on_cpu and measured and (busy := busy_with_others(torch.get_num_threads())):
+            self.line(busy)
         if record.step % self._config.trainer.log_every == 0 or final:
             metrics: dict[str, float | None] = {
                 **values,
@@ -271,6 +293,8 @@ class RunLog:
     def _log(self, step: int, metrics: dict[str, float | None]) -> None:
         if self._ranks.is_first:
             self._metrics.write({"step": step, **metrics})
+            if self._tensorboard:
+                self._tensorboard.log(step, metrics)
             self._wandb.log(step, metrics)
 
     def _records(self) -> list[dict[str, Any]]:

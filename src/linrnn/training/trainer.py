@@ -73,6 +73,7 @@ class Trainer:
         prepare_process(config, self.device)
         # The data's vocabulary may turn out smaller than this one, never larger.
         memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
+        self._say(f"opening the data ({config.data.name})")
         self.data = starting.prepared_data(config, self.ranks)
         weights = starting.find_weights(config.init_from, self.data) if config.init_from else None
         self.architecture = self.plan.architecture(self.data.vocab_size)
@@ -80,12 +81,18 @@ class Trainer:
             weights.check(self.architecture)
         self.directory = starting.run_directory(self.plan)
         self._notes = [weights.remark if weights else None]  # lines for the user, before the first step
+        self._say(f"building {self.architecture.model}: {self.architecture.n_parameters:,} parameters")
         with failures.while_built(config):
             self._build(weights)
         self._notes.append(memory_note)
         self.checkpointer = checkpoint.Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
         parts = (self.architecture, self.data, self.model, self.optimizer)
         self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
+
+    def _say(self, text: str) -> None:
+        """What this process does before its log is open."""
+        if self.ranks.is_first:
+            say(text)
 
     def _build(self, weights: starting.Weights | None) -> None:
         """Build model, loss, optimizer, learning-rate schedule and loader."""
@@ -155,7 +162,7 @@ class Trainer:
         self.checkpointer.remove_partial()
         if where_it_begins:
             self.log.line(where_it_begins)
-        self.log.mirror_to_wandb()
+        self.log.open_mirrors(self.step)
         self.log.announce(*self._notes, room)
         self._valid_batches = BatchesOnce(
             self.data.valid,
@@ -302,6 +309,7 @@ class Trainer:
     def _first_step(self) -> StepRecord:
         """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
         number, began, compiled = self.step + 1, time.monotonic(), self.config.trainer.compile
+        self.log.line(f"step {number} begins{', and compiles kernels' * (self.device.type == 'cuda')}")
         with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
             if compilation.rehearses(self.config, self.device):
                 self._compile_kernels()
