@@ -236,4 +236,4 @@ def test_every_record_and_summary_and_line_of_the_log_has_its_date(small: Small)
     assert all(began <= datetime.fromisoformat(date) <= ended for date in dates)
     assert all(date.endswith("+00:00") for date in dates)
     assert summary["epochs"] == 3 * 2 / 249
-    assert any("epoch 0.02" in line for line in log)
+    assert any("0.02 epochs" in line for line in log)
