@@ -99,7 +99,7 @@ def run_many(
         refuse_flags(arguments)
         refuse_repeated(arguments)
         own, launcher, runs = split_overrides(arguments, config_name)
-        if any(override.startswith("dry_run=") for override in runs):
+        if any(override.startswith(("dry_run=", "gpu=")) for override in runs):
             raise ConfigError(
                 "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
             )

@@ -31,6 +31,8 @@ OPERATIONAL = (
     "trainer.memory_snapshot",
     "device",
     "dry_run",
+    "gpu",
+    "gpu_price",
     "group",
     "run_name",
     "results_dir",

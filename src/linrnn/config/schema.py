@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from linrnn.core.errors import ConfigError
 
 MUST_BE_GIVEN = "???"  # OmegaConf's word for a value without a default
+GPUS = ("h100", "h200", "a100", "l40s", "rtx4090")  # that a forecast knows (linrnn.costs.gpus)
 PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"  # safe as part of a file's name: no separators, no leading dot
 
 
@@ -47,6 +48,13 @@ def option(
 def plain_name() -> Any:
     """The name of an option, which its file or its registration gives."""
     return field(metadata={"meaning": "fixed by this option", "pattern": PLAIN_NAME})
+
+
+def gpu() -> Any:
+    """The GPU of a forecast."""
+    return option(
+        None, f"with dry_run=true: forecast for this GPU, which need not be here: {' | '.join(GPUS)}", choices=GPUS
+    )
 
 
 def device() -> Any:
@@ -490,6 +498,10 @@ class Config:
         None, "start a new run from weights and optimizer state of a run or checkpoint; null: none", path="read"
     )
     dry_run: bool = option(False, "true: only print the expected parameters, memory and time")
+    gpu: str | None = gpu()
+    gpu_price: float | None = option(
+        None, "of an hour of one GPU, in any currency: the forecast has the price", minimum=0
+    )
 
 
 # -------------------------------------------------------------------------------------------------- other commands
@@ -538,6 +550,8 @@ class FindMaxBatchConfig:
     probe_steps: int = option(8, "steps of a probe, enough for the optimizer's state and fragmentation", minimum=3)
     warmup_steps: int = option(3, "first steps of a probe, left out of tokens/s and of the measured peak", minimum=1)
     max_probes: int = option(7, "maximum number of training runs", minimum=1)
+    dry_run: bool = option(False, "true: only print the batch that the formulas foresee")
+    gpu: str | None = gpu()
     ranks: int = option(1, "processes of each probe, one per GPU; more need parallel=fsdp, ddp or vocab", minimum=1)
     group: str = option("max_batch", "probes lie in <results_dir>/<group>/, answers in answers/", pattern=PLAIN_NAME)
     results_dir: str = option("results", "the directory of all groups", path="written")

@@ -7,6 +7,7 @@ without formulas has None (*unknown* in reports), never the figure of another on
 from linrnn.costs.communication import communication, vocabulary_loss_bytes
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.costs.flops import KernelFlops, kernel_flops, mfu, model_flops, model_flops_6n
+from linrnn.costs.gpus import GPUS, Gpu, step_seconds, uncertainty
 from linrnn.costs.memory import (
     MemoryEstimate,
     loss_memory,
@@ -20,6 +21,8 @@ from linrnn.costs.optimizer import optimizer_traffic
 __all__ = [
     "ASSUMED_CPU_SHARE",
     "ASSUMED_MFU",
+    "GPUS",
+    "Gpu",
     "KernelFlops",
     "MemoryEstimate",
     "communication",
@@ -33,7 +36,9 @@ __all__ = [
     "optimizer_traffic",
     "peak_flops_per_second",
     "recurrent_state_bytes",
+    "step_seconds",
     "time_estimate",
     "training_state",
+    "uncertainty",
     "vocabulary_loss_bytes",
 ]

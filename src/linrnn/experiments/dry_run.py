@@ -1,6 +1,9 @@
 """`dry_run=true`: what a run will need, estimated from formulas. Nothing is built, tokenised, run or written."""
 
+import dataclasses
+import math
 import re
+from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from linrnn import costs
 from linrnn.config import run_name
 from linrnn.config.schema import Config, HubDataConfig, TextDataConfig, VocabConfig
 from linrnn.core.errors import DataError, LinrnnError
-from linrnn.core.machine import cores, ranks_here
+from linrnn.core.machine import GIB, cores, ranks_here, size_in_words
 from linrnn.data import vocabulary_size
 from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
@@ -38,7 +41,7 @@ def print_forecast(config: Config) -> None:
         *_memory(plan, arch),
         *_room(plan, arch),
         *_communication(plan, arch),
-        *_time(plan, arch),
+        *(_time_on_gpu(plan, arch) if config.gpu else _time(plan, arch)),
         "",
         "nothing was run or written",
     ]:
@@ -47,8 +50,9 @@ def print_forecast(config: Config) -> None:
 
 def _run(plan: Plan, arch: Architecture) -> list[str]:
     config = plan.config
+    where = costs.GPUS[config.gpu].name if config.gpu else plan.device.type
     return [
-        f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {plan.device.type}",
+        f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {where}",
         f"  would be written to {Path(config.results_dir) / config.group / run_name(config, plan.world_size)}",
         f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
         f"{plan.total_steps * plan.tokens_per_step:,} in all",
@@ -139,6 +143,72 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     total = duration(seconds * plan.total_steps)
     each = f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
     return [*lines, f"  {each} a step, {total} in all, if {name} reaches {basis}"]
+
+
+def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
+    """Lines: speed, hours, price and the largest batch on a GPU that need not be here."""
+    config, trainer, gpu = plan.config, plan.config.trainer, costs.GPUS[plan.config.gpu or ""]
+    peak = costs.peak_flops_per_second(gpu.name, plan.precision) or 0.0
+    rates = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, peak {peak / 1e12:,.0f} TFLOP/s"
+    lines = ["", f"on {gpu.name}: {size_in_words(gpu.memory_bytes)}, {rates} in {plan.precision}"]
+    seconds = costs.step_seconds(
+        arch,
+        gpu,
+        sequences=plan.sequences_of_rank,
+        micro_steps=trainer.accumulation_steps,
+        seq_len=trainer.seq_len,
+        precision=plan.precision,
+        loss=config.loss,
+        optimizer=config.optimizer,
+        activation_checkpointing=trainer.activation_checkpointing,
+    )
+    if seconds is None:
+        return [*lines, f"  time: {UNKNOWN}"]
+    off = costs.uncertainty(gpu)
+    fast, slow = seconds * (1 - off), seconds * (1 + off)
+    speed = [plan.tokens_per_step / time for time in (slow, fast)]
+    shares = [
+        costs.mfu(
+            arch,
+            seq_len=trainer.seq_len,
+            tokens_per_second=tokens,
+            device_name=gpu.name,
+            precision=plan.precision,
+            n_devices=plan.world_size,
+        )["mfu"]
+        for tokens in speed
+    ]
+    hours = [time * plan.total_steps * plan.world_size / 3600 for time in (fast, slow)]
+    price = [time * config.gpu_price for time in hours] if config.gpu_price is not None else None
+    batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB))
+    basis = (
+        "9 of 10 committed rows of H100 and H200 lie within it"
+        if gpu.is_measured
+        else "no committed row is of this GPU"
+    )
+    return [
+        *lines,
+        f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
+        f"  speed          {speed[0]:,.0f} to {speed[1]:,.0f} tokens/s"
+        + ("" if None in shares else f", MFU {shares[0]:.0%} to {shares[1]:.0%}"),
+        f"  the whole run  {hours[0]:,.2f} to {hours[1]:,.2f} GPU-hours"
+        + (f", price {price[0]:,.2f} to {price[1]:,.2f}" if price else "; gpu_price=PRICE of an hour gives its price"),
+        f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={batch}'}, without fragmentation",
+        f"  the range of times is {off:.0%}: {basis}",
+        *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
+    ]
+
+
+def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float) -> int | None:
+    """The largest trainer.batch_size whose step the formulas foresee within the budget; None without formulas."""
+
+    def peak(batch: int) -> float:
+        trainer = dataclasses.replace(plan.config.trainer, batch_size=batch)
+        larger = dataclasses.replace(plan, config=dataclasses.replace(plan.config, trainer=trainer))
+        estimate = larger.memory_estimate(arch)
+        return math.inf if estimate is None else estimate.peak
+
+    return None if plan.memory_estimate(arch) is None else bisect_right(range(1, 4097), budget_bytes, key=peak)
 
 
 def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:

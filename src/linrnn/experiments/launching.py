@@ -1,6 +1,8 @@
 """Run a sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,39 @@ def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Seque
         submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs have
             ended.
     """
+    problems = [
+        error for job in _submit(function, jobs, overrides, directory) if (error := job.exception()) is not None
+    ]
+    if problems:
+        raise problems[0]
+
+
+def sbatch_text(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequence[str], directory: Path) -> str:
+    """What :func:`launch` would give to sbatch, or "" without Slurm. Nothing is submitted; Slurm need not be here.
+
+    submitit writes it for commands that stand in for Slurm's.
+
+    Raises:
+        ConfigError: submitit is missing or rejects a resource.
+    """
+    if read_launcher(overrides)[0] != "slurm":
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        for command in _COMMANDS:
+            (Path(folder) / command).write_text("#!/bin/sh\necho Submitted batch job 1\n", encoding="utf-8")
+            (Path(folder) / command).chmod(0o755)
+        path = os.environ.get("PATH", "")
+        os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
+        try:
+            _submit(function, jobs, overrides, Path(folder) / "cluster")
+        finally:
+            os.environ["PATH"] = path
+        text = next(Path(folder).rglob("*.sh")).read_text(encoding="utf-8")  # there may be a copy
+        return text.replace(str(Path(folder) / "cluster"), str(directory))
+
+
+def _submit(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequence[str], directory: Path) -> Any:
+    """submitit's jobs, as :func:`launch` says."""
     cluster, resources = read_launcher(overrides)
     try:
         import submitit
@@ -63,7 +98,7 @@ def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Seque
         options = {f"slurm_{_OF_EXECUTOR}": resources.pop(_OF_EXECUTOR)} if _OF_EXECUTOR in resources else {}
         executor = submitit.AutoExecutor(folder=directory / ".submitit" / "%j", cluster=cluster, **options)
         executor.update_parameters(**{key if key in SHARED else f"slurm_{key}": v for key, v in resources.items()})
-        started = executor.map_array(Job(function), list(jobs))
+        return executor.map_array(Job(function), list(jobs))
     except (AssertionError, NameError, OSError, RuntimeError, TypeError, ValueError) as error:
         if away:
             raise ConfigError(
@@ -75,9 +110,6 @@ def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Seque
             f"correct the resource: {RESOURCE}KEY takes {', '.join(SHARED)}"
             + (", and options of sbatch such as partition" if cluster == "slurm" else ""),
         ) from error
-    problems = [problem for job in started if (problem := job.exception()) is not None]
-    if problems:
-        raise problems[0]
 
 
 def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -121,6 +121,8 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
             made in another environment.
     """
     budget = config.memory_budget_gib * GIB
+    if config.dry_run or config.gpu:
+        return _foresee(config, overrides, say)
     of_probes = [
         *overrides,
         f"group={config.group}",
@@ -155,6 +157,30 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         say(line)
     _write(config, overrides, answer, environment, say)
     return answer
+
+
+def _foresee(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
+    """The answer of the formulas alone, for this machine or `config.gpu`.
+
+    Raises:
+        ConfigError: a GPU that need not be here is named without dry_run=true.
+    """
+    from linrnn import costs
+    from linrnn.data import vocabulary_size
+    from linrnn.experiments.dry_run import largest_batch
+    from linrnn.training.plan import make_training_plan
+
+    if not config.dry_run:
+        raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
+    gpu = [f"gpu={config.gpu}"] if config.gpu else []
+    plan = make_training_plan(load_config([*overrides, *gpu, "dry_run=true", "trainer.batch_size=1"]))
+    budget = config.memory_budget_gib * GIB
+    budget = min(budget, costs.GPUS[config.gpu].memory_bytes) if config.gpu else budget
+    batch = largest_batch(plan, plan.architecture(vocabulary_size(plan.config.data)), budget)
+    where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
+    say(f"estimated for {where} with {budget / GIB:.1f} GiB: {'unknown' if batch is None else f'{batch} sequences'}")
+    say("nothing was run or written")
+    return Answer(batch or 0, None, batch, ())
 
 
 def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] | None, dict[str, Any]]:

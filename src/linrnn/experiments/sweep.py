@@ -5,6 +5,7 @@ import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from linrnn.config.bounds import check_outputs
@@ -14,7 +15,7 @@ from linrnn.core.errors import ConfigError, DivergedError, InterruptedRun, Sweep
 from linrnn.core.interrupts import StopRequest, worker_processes
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started
-from linrnn.experiments.launching import launch
+from linrnn.experiments.launching import launch, sbatch_text
 from linrnn.experiments.listing import check_inputs, listing, pending
 from linrnn.experiments.points import (
     ANSWERS,
@@ -61,6 +62,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     if config.dry_run:
         for line in listing(points, config, gpus):
             say(line)
+        if launcher and ahead and (text := sbatch_text(run_alone, ahead, launcher, _cluster_files(ahead).absolute())):
+            say(f"\nwould be given to sbatch:\n\n{text}")
         return
     for point in points:
         check_outputs(point.config)
@@ -265,9 +268,13 @@ def run_alone(point: Point) -> str:
     return str(process.conclude()["status"])
 
 
+def _cluster_files(points: Sequence[Point]) -> Path:
+    return points[0].directory.parent / LOGS / "cluster"
+
+
 def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
-    directory = points[0].directory.parent / LOGS / "cluster"
+    directory = _cluster_files(points)
     say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
     problem, before = "the job left no summary", [point.written_at() for point in points]
     try:

@@ -144,14 +144,16 @@ def make_plan(config: Config) -> Plan:
         UnsupportedError: the device, the loss, the model or its heads cannot run here.
         ConfigError: dimensions do not fit together.
     """
-    device = resolve_device(config.device)
+    device = torch.device("cuda") if config.gpu else resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
-    check_loss(config.loss, device, compute_dtype(precision))
+    if not config.gpu:
+        check_loss(config.loss, device, compute_dtype(precision))
     check_installed(config.model)
     plan = Plan(config, device, precision)
     architecture = plan.architecture(vocabulary_size(config.data))  # refuses a model that cannot be built anywhere
-    check_device(config.model, device)
-    check_heads(architecture, device)
+    if not config.gpu:
+        check_device(config.model, device)
+        check_heads(architecture, device)
     return plan
 
 
@@ -173,7 +175,7 @@ def make_training_plan(config: Config) -> Plan:
             "trainer.memory_snapshot=true records CUDA allocations, and this run is on the CPU",
             f"use trainer.memory_snapshot=false, or {a_gpu()}",
         )
-    if trainer.float8 != "none":
+    if trainer.float8 != "none" and not config.gpu:
         check_float8(config, plan.device, plan.precision, plan.sequences_of_rank * trainer.seq_len)
     if trainer.cuda_graph:
         check_cuda_graph(config, plan.device, world_size, plan.total_steps)
@@ -189,6 +191,11 @@ def make_training_plan(config: Config) -> Plan:
 def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """Settings that go together nowhere: whether the run has them, what is wrong, and what to use."""
     config, trainer, parallel = plan.config, plan.config.trainer, plan.config.parallel
+    yield (
+        bool(config.gpu) and not config.dry_run,
+        f"gpu={config.gpu} names the GPU of a forecast, and this is a run",
+        "dry_run=true, or leave gpu out",
+    )
     sharded, shard_ranks = isinstance(parallel, FsdpConfig), plan.shard_ranks  # raises if the ranks form no groups
     yield (
         trainer.activation_checkpointing == "selective" and trainer.compile != "none",
@@ -248,10 +255,11 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         if processes * least > (available_memory() or math.inf):
             check_memory(processes * least, what, lighter(plan.config))
         return None
-    total = torch.cuda.get_device_properties(plan.device).total_memory
+    foreseen = costs.GPUS[plan.config.gpu] if plan.config.gpu else None
+    total = int(foreseen.memory_bytes) if foreseen else torch.cuda.get_device_properties(plan.device).total_memory
     budget = plan.config.memory_budget_gib
     there = total if budget is None else min(total, int(budget * GIB))
-    name = "this GPU" if budget is None else "memory_budget_gib"
+    name = ("this GPU" if foreseen is None else foreseen.name) if budget is None else "memory_budget_gib"
     if state > there:
         raise OutOfMemoryError(
             f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {there / GIB:.1f}",
@@ -259,7 +267,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         )
     if estimate and estimate.peak > there:
         needed = f"a step is estimated to need {estimate.peak / GIB:.1f} GiB ({parts})"
-        return f"{needed}, {name} has {there / GIB:.1f}: it is tried all the same"
+        return f"{needed}, {name} has {there / GIB:.1f}{': it is tried all the same' * (not foreseen)}"
     return None
 
 
