@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrnn import costs
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.costs.optimizer import layer_matrices, update_flops
+from linrnn.costs.flops import update_flops
 from linrnn.experiments.breakdown import markdown, measure
 from linrnn.training.checkpoint import foreseen_bytes
 from linrnn.training.optimizer import build_optimizer
@@ -42,7 +42,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(smal
     assert groups["decay"][0].endswith("embeddings.weight")
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups[:2]} == {0.1}
     # The formulas, or a model without weights, know the shape of each of these matrices.
-    shapes = layer_matrices(trainer.architecture)
+    shapes = trainer.architecture.matrices
     assert shapes is not None
     assert sorted(map(sorted, shapes)) == sorted(sorted(parameters[name].shape) for name in groups["matrices"])
     trainer.train_step()

@@ -13,10 +13,10 @@ from linrnn.costs.memory import (
     loss_memory,
     loss_traffic,
     memory_estimate,
+    optimizer_traffic,
     recurrent_state_bytes,
     training_state,
 )
-from linrnn.costs.optimizer import optimizer_traffic
 
 __all__ = [
     "ASSUMED_CPU_SHARE",

@@ -28,15 +28,13 @@ chunks, and some results are computed twice.
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import LossConfig, OptimizerConfig
+from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
 from linrnn.costs.devices import peak_flops_per_second
-from linrnn.costs.optimizer import update_flops
 from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
-from linrnn.models.fla_any import FlaArchitecture
 
 BACKWARD = 2  # products of the backward pass for each product of the forward pass
 LEAST_PRODUCTS = 3  # of an output layer that computes its logits once: the logits, and the gradients of both factors
@@ -49,40 +47,25 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
 
     The components are mixer_projections, mixer_scan (the recurrence, or attention), mlp and vocabulary.
     """
-    if isinstance(arch, FlaArchitecture):
-        return _forward_of_fla(arch, n_sequences, seq_len)
-    if (mixer := facts_of(arch.model).flops) is None:
+    if (scan := _scan(arch, seq_len, usual=False)) is None:
         return None
-    tokens, layers = n_sequences * seq_len, arch.num_layers
+    tokens, (mixers, mlps) = n_sequences * seq_len, arch.linears
     return {
-        "mixer_projections": 2 * tokens * layers * sum(rows * columns for rows, columns in mixer.projections(arch)),
-        "mixer_scan": tokens * layers * arch.num_heads * mixer.definition(arch, seq_len),
-        "mlp": 2 * tokens * layers * arch.mlp_parameters,
-        "vocabulary": 2 * tokens * arch.embedding_parameters,
-    }
-
-
-def _forward_of_fla(arch: FlaArchitecture, n_sequences: int, seq_len: int) -> dict[str, int] | None:
-    """As `forward_flops` for `model=fla`: the linear layers that FLA built, and the formula of its recurrence."""
-    if (scan := scan_of_fla(arch, seq_len, usual=False)) is None:
-        return None
-    tokens = n_sequences * seq_len
-    return {
-        "mixer_projections": 2 * tokens * arch.counts.mixer_linears,
+        "mixer_projections": 2 * tokens * mixers,
         "mixer_scan": n_sequences * scan,
-        "mlp": 2 * tokens * arch.counts.mlp_linears,
+        "mlp": 2 * tokens * mlps,
         "vocabulary": 2 * tokens * arch.embedding_parameters,
     }
 
 
-def scan_of_fla(arch: FlaArchitecture, seq_len: int, *, usual: bool) -> int | None:
+def _scan(arch: Architecture, seq_len: int, *, usual: bool) -> int | None:
     """FLOPs of all recurrences and attention layers over one sequence; None if the recurrence has no formula.
 
     Args:
         usual: attention counts all pairs that a window leaves, as for `mfu_6n`, and not the causal ones alone.
     """
     own, of_token = facts_of(arch.kind).flops, arch.recurrence_flops
-    native = arch.num_layers - arch.attention_layers
+    native = arch.num_layers - len(arch.attention_windows)
     if own is not None and arch.head_k_dim:
         of_token = arch.num_heads * (own.usual if usual else own.definition)(arch, seq_len)
     if native and of_token is None:
@@ -101,16 +84,10 @@ def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | Non
 
 def model_flops_6n(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
     """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu_6n`; None: unknown."""
-    if isinstance(arch, FlaArchitecture):
-        if (scan := scan_of_fla(arch, seq_len, usual=True)) is None:
-            return None
-        counted = arch.body_parameters + arch.embedding_parameters
-        return n_sequences * (6 * counted * seq_len + (1 + BACKWARD) * scan)
-    if (mixer := facts_of(arch.model).flops) is None:
+    if (scan := _scan(arch, seq_len, usual=True)) is None:
         return None
     parameters = arch.body_parameters + arch.embedding_parameters  # the head's; an untied embedding is only read
-    mixing = arch.num_layers * arch.num_heads * mixer.usual(arch, seq_len)
-    return n_sequences * seq_len * (6 * parameters + (1 + BACKWARD) * mixing)
+    return n_sequences * (6 * parameters * seq_len + (1 + BACKWARD) * scan)
 
 
 def mfu(
@@ -131,18 +108,30 @@ def mfu(
     """
     peak = peak_flops_per_second(device_name, precision)
 
-    def share(flops_of_sequence: int | None) -> float | None:
-        if flops_of_sequence is None or peak is None or tokens_per_second is None:
-            return None
-        return flops_of_sequence / seq_len * tokens_per_second / (peak * n_devices)
+    def share(flops: int | None) -> float | None:
+        known = flops is not None and peak is not None and tokens_per_second is not None
+        return flops / seq_len * tokens_per_second / (peak * n_devices) if known else None  # type: ignore[operator]
 
     return {"mfu": share(model_flops(arch, 1, seq_len)), "mfu_6n": share(model_flops_6n(arch, 1, seq_len))}
 
 
-# ------------------------------------------------------------------------------------------- what kernels compute
+def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int | None:
+    """FLOPs of the matrix products in one update: Muon's Newton-Schulz iterations; None: no formulas.
+
+    An iteration on a matrix of m by n, m <= n, has three products: X Xᵀ (2 m² n), its square (2 m³), and the result
+    times X (2 m² n).
+    """
+    if not isinstance(optimizer, MuonConfig):
+        return 0
+    if arch.matrices is None:
+        return None
+    sides = [sorted(matrix) for matrix in arch.matrices]
+    return optimizer.ns_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+
+
 @dataclass(frozen=True)
 class KernelFlops:
-    """FLOPs of a step by component.
+    """FLOPs that the kernels compute in a step, by component.
 
     The components are mixer_projections, mixer_scan (a Transformer's attention), mlp and vocabulary.
 

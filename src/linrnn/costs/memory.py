@@ -9,7 +9,6 @@ per token and what the allocator rounds up are left out.
 from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
-from linrnn.costs.optimizer import layer_matrices
 from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
@@ -77,7 +76,7 @@ def training_state(
     parameters = kept * arch.n_parameters // shard_ranks
     moments = 0 if optimizer is None else 2 * arch.n_parameters
     if isinstance(optimizer, MuonConfig):
-        moments -= sum(rows * columns for rows, columns in layer_matrices(arch) or [])
+        moments -= sum(rows * columns for rows, columns in arch.matrices or [])
     return {"parameters": parameters, "gradients": parameters, "optimizer": kept * moments // shard_ranks}
 
 
@@ -101,6 +100,16 @@ def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: i
     if formulas is None or formulas.traffic is None:
         return None
     return formulas.traffic(loss, n_tokens, d, vocab, compute)
+
+
+def optimizer_traffic(arch: Architecture, optimizer: OptimizerConfig, precision: str) -> int | None:
+    """Bytes of HBM that one update of AdamW moves; None for Muon, whose passes are not counted.
+
+    AdamW reads parameter, gradient and two moments, and writes all but the gradient: 7 passes.
+    """
+    if isinstance(optimizer, MuonConfig):
+        return None
+    return 7 * (BF16 if precision == "bf16" else FP32) * arch.n_parameters
 
 
 def gathered_bytes(model: str, precision: str) -> int | None:

@@ -29,6 +29,9 @@ class Architecture:
         intermediate_size: width of the SwiGLU MLP.
         chunk_size: tokens per chunk of the recurrent kernel; None: the kernel's own default.
         shared_projection_rank: of the projection that queries, keys and values share; None: each has its own.
+        recurrence_flops: of `model=fla`: of one token in one layer, where the facts have no `flops`; None: unknown.
+        attention_windows: of `model=fla`: for each layer that is softmax attention instead of the model's own mixer,
+            the latest tokens that it sees; None: all.
     """
 
     model: str
@@ -43,6 +46,8 @@ class Architecture:
     tie_embeddings: bool
     chunk_size: int | None
     shared_projection_rank: int | None = field(default=None, kw_only=True)
+    recurrence_flops: int | None = field(default=None, kw_only=True)
+    attention_windows: tuple[int | None, ...] = field(default=(), kw_only=True)
 
     @property
     def kind(self) -> str:
@@ -68,6 +73,19 @@ class Architecture:
     def mlp_parameters(self) -> int:
         """Parameters of one layer's SwiGLU MLP: gate, up and down projections."""
         return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def matrices(self) -> list[tuple[int, int]] | None:
+        """The two sides of every matrix of all layers, which Muon trains; None: unknown."""
+        if (mixer := facts_of(self.model).flops) is None:
+            return None
+        return self.num_layers * [*mixer.projections(self), *[(self.hidden_size, self.intermediate_size)] * 3]
+
+    @property
+    def linears(self) -> tuple[int, int]:
+        """Weights of the linear layers of all mixers and of all MLPs. A token takes each weight once."""
+        of_mlps = self.num_layers * self.mlp_parameters
+        return sum(rows * columns for rows, columns in self.matrices or []) - of_mlps, of_mlps
 
     @property
     def norm_parameters(self) -> int:

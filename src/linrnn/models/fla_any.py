@@ -53,20 +53,19 @@ class FlaArchitecture(Architecture):
         fla: FLA's `model_type`.
         settings: JSON of the arguments of FLA's configuration.
         counts: its parameters.
-        recurrence_flops: of one token in one layer, from the facts' `recurrence`; None: the facts have none.
-        attention_windows: for each layer that is softmax attention instead of the model's own mixer, the latest
-            tokens that it sees; None: all.
     """
 
     fla: str
     settings: str
     counts: Counts
-    recurrence_flops: int | None
-    attention_windows: tuple[int | None, ...]
 
     @property
-    def attention_layers(self) -> int:
-        return len(self.attention_windows)
+    def matrices(self) -> list[tuple[int, int]]:
+        return list(self.counts.matrices)
+
+    @property
+    def linears(self) -> tuple[int, int]:
+        return self.counts.mixer_linears, self.counts.mlp_linears
 
     @property
     def kind(self) -> str:
