@@ -1,12 +1,11 @@
 """Time and memory of training steps, by component."""
 
 from linrnn.profiling.memory import MemoryByComponent
-from linrnn.profiling.observe import BackwardMark, LossAndStats, LossObserver, forward_backward, watched_loss
+from linrnn.profiling.observe import LossAndStats, LossObserver, forward_backward, watched_loss
 from linrnn.profiling.timers import SpeedMeter, Stopwatch, matmul_rate
 from linrnn.profiling.traces import memory_snapshot, trace
 
 __all__ = [
-    "BackwardMark",
     "LossAndStats",
     "LossObserver",
     "MemoryByComponent",

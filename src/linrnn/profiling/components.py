@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from linrnn.models import LanguageModel
 from linrnn.models.language_model import KEPT_PRODUCTS
-from linrnn.profiling.observe import LOSS_BACKWARD, BackwardMark
+from linrnn.profiling.observe import LOSS_BACKWARD, marked
 from linrnn.profiling.timers import moment, seconds_between
 
 PROJECTIONS = "mixer/projections"
@@ -143,8 +143,7 @@ class PartClock:
     """
 
     def __init__(self, model: LanguageModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._cuda = device.type == "cuda"
+        self._model, self._optimizer, self._cuda = model, optimizer, device.type == "cuda"
         self._backward = False
         self._host_seconds = 0.0
         self._open: dict[str, tuple[Any, int]] = {}  # the moment, and the number of intervals before it
@@ -185,16 +184,12 @@ class PartClock:
             if not torch.is_grad_enabled():
                 return None
             self.begin(f"{part}/{'recomputed' if self._backward else 'forward'}")
-            marked = False
-
-            def mark(value: Any) -> Any:
-                nonlocal marked
-                if marked or not (torch.is_tensor(value) and value.requires_grad):
-                    return value
-                marked = True
-                return BackwardMark.apply(value, lambda: self.end(f"{part}/backward"))
-
-            return tuple(mark(value) for value in args), {name: mark(value) for name, value in kwargs.items()}
+            given = {**dict(enumerate(args)), **kwargs}
+            for name, value in given.items():
+                if torch.is_tensor(value) and value.requires_grad:  # the first
+                    given[name] = marked(value, lambda: self.end(f"{part}/backward"))
+                    break
+            return tuple(given.pop(place) for place in range(len(args))), given
 
         return enter
 
@@ -203,9 +198,9 @@ class PartClock:
             if not torch.is_grad_enabled():
                 return None
             self.end(f"{part}/{'recomputed' if self._backward else 'forward'}")
-            first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-            marked = BackwardMark.apply(first, lambda: self.begin(f"{part}/backward"))
-            return marked if rest is None else (marked, *rest)
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            first = marked(first, lambda: self.begin(f"{part}/backward"))
+            return (first, *rest) if isinstance(output, tuple) else first
 
         return leave
 

@@ -27,14 +27,12 @@ class MemoryByComponent:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._parameters = list(model.parameters())
-        self._cuda = device.type == "cuda"
-        self._device = device
+        self._parameters, self._optimizer = list(model.parameters()), optimizer
+        self._device, self._cuda = device, device.type == "cuda"
         self._before_loss = 0
         self._earlier_peak = 0  # the peak before the last reset of the allocator's own peak
         self._due: set[str] = set()
         self._bytes: dict[str, int] = {"parameters": tensor_bytes(self._parameters)}
-        self._optimizer = optimizer
         optimizer.register_step_pre_hook(self._count_gradients)
 
     def start(self) -> None:
@@ -56,20 +54,16 @@ class MemoryByComponent:
           gradients of hidden states and weight.
         """
         state = (value for entry in self._optimizer.state.values() for value in entry.values())
-        report = {
-            **self._bytes,
-            "optimizer": tensor_bytes(value for value in state if torch.is_tensor(value)),
-        }
+        report = {**self._bytes, "optimizer": tensor_bytes(value for value in state if torch.is_tensor(value))}
         if self._cuda:
-            report["peak"] = self._peak()
-        else:
-            report["resident_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return report
+            return {**report, "peak": self._peak()}
+        return {**report, "resident_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
     def begin(self, name: str) -> None:
         """A pass of the output layer begins. Called by :func:`watched_loss`."""
         if self._cuda and name in self._due:
-            self._reset_peak()
+            self._earlier_peak = self._peak()
+            torch.cuda.reset_peak_memory_stats(self._device)
             if name == LOSS_FORWARD:
                 self._before_loss = torch.cuda.memory_allocated(self._device)
                 fixed = self.report()["optimizer"] + self._bytes["parameters"] + self._gradient_bytes()
@@ -92,7 +86,3 @@ class MemoryByComponent:
 
     def _peak(self) -> int:
         return max(self._earlier_peak, torch.cuda.max_memory_allocated(self._device))
-
-    def _reset_peak(self) -> None:
-        self._earlier_peak = self._peak()
-        torch.cuda.reset_peak_memory_stats(self._device)

@@ -23,18 +23,12 @@ def nvtx_range(name: str) -> Iterator[None]:
         yield
 
 
-class BackwardMark(torch.autograd.Function):
-    """Identity on a tensor. Calls `reached` when the backward pass has computed its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, reached: Callable[[], None]) -> Tensor:
-        ctx.reached = reached
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.reached()
-        return grad, None
+def marked(tensor: Tensor, reached: Callable[[], None]) -> Tensor:
+    """A view of a tensor. `reached` is called when the backward pass has computed the view's gradient."""
+    view = tensor.view_as(tensor)
+    if view.requires_grad:
+        view.register_hook(lambda grad: reached())
+    return view
 
 
 class _BackwardEnds(torch.autograd.Function):
@@ -85,7 +79,7 @@ def watched_loss(
     hidden_ND, weight_VD = _BackwardEnds.apply(hidden_ND, weight_VD, backward.close)
     with _watched(LOSS_FORWARD, observers):
         output = loss(hidden_ND, weight_VD, labels_N)
-    return replace(output, sum_nats=BackwardMark.apply(output.sum_nats, begin_backward))
+    return replace(output, sum_nats=marked(output.sum_nats, begin_backward))
 
 
 @contextlib.contextmanager

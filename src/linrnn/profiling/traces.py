@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from linrnn.core.errors import StorageError, UnsupportedError
+from linrnn.core.errors import StorageError
 
 
 @contextlib.contextmanager
@@ -38,34 +38,25 @@ def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], No
 
 
 @contextlib.contextmanager
-def memory_snapshot(path: Path, device: torch.device) -> Iterator[None]:
-    """Record the block's allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
+def memory_snapshot(path: Path) -> Iterator[None]:
+    """Record the block's CUDA allocations, with stack traces, into `path` (open at pytorch.org/memory_viz).
 
     The snapshot is also written if the block raises, since it explains an out-of-memory error best.
 
     Raises:
-        UnsupportedError: `device` is not a GPU.
         StorageError: the snapshot cannot be written.
     """
-    if device.type != "cuda":
-        cause = "a memory snapshot records CUDA allocations, and this run is on the CPU"
-        raise UnsupportedError(cause, "use trainer.memory_snapshot=false or device=cuda")
     torch.cuda.memory._record_memory_history(max_entries=200_000)
+    failed = True
     try:
         yield
-    except BaseException:
-        with contextlib.suppress(StorageError):  # the block's own error matters more
-            _write_snapshot(path)
-        raise
-    else:
-        _write_snapshot(path)
+        failed = False
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _write_snapshot(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-    except OSError as error:
-        raise StorageError(f"the snapshot {path} cannot be written ({error})", "free disk space") from error
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        except OSError as error:
+            if not failed:  # the block's own error matters more
+                raise StorageError(f"the snapshot {path} cannot be written ({error})", "free disk space") from error
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -286,7 +286,7 @@ class RunLog:
         trainer, path = self._config.trainer, self._directory.path
         with contextlib.ExitStack() as stack:
             if trainer.memory_snapshot:
-                stack.enter_context(memory_snapshot(path / "memory_snapshot.pickle", self._plan.device))
+                stack.enter_context(memory_snapshot(path / "memory_snapshot.pickle"))
             traced = trace(trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps)
             yield stack.enter_context(traced)
 
