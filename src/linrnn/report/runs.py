@@ -216,7 +216,7 @@ def read_committed(directory: Path) -> list[Run]:
     runs = []
     for summary in content["runs"]:
         name = summary["run_name"]
-        environment = read_origin(others.get(name, content["environment"])).environment
+        environment, _ = read_origin(others.get(name, content["environment"]))
         curves = {key: _read_columns(one) for key, one in content["steps"].get(name, {}).items()}
         runs.append(Run(summary, environment, curves, tuple(mixtures.get(name, ()))))
     return runs
@@ -306,11 +306,11 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
     environment = directory / ENVIRONMENT
-    origin = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
+    made_with, mixture = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
     curves: dict[str, Curve] = {}
     kept = {"train/loss_nats": LOSS, VALIDATION: VALIDATION, **{f"speed/{name}": name for name in TIMES}}
     for record in records:
         for name, value in record.items():
             if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
                 curves.setdefault(kept.get(name, name), []).append((record["step"], value))
-    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), origin.environment, curves, origin.mixture)
+    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), made_with, curves, mixture)

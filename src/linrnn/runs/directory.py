@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.naming import HORIZON
+from linrnn.core.dates import utc_now
 from linrnn.core.errors import ConfigError, LinrnnError, StorageError
 from linrnn.core.files import read_object, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
-from linrnn.runs.origins import Process, ended, read_processes, settled
+from linrnn.runs.origins import Process, read_processes, settled
 
 CONFIG = "config.yaml"
 IDENTITY = "identity.json"
@@ -61,7 +62,9 @@ class RunDirectory:
         try:
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take()
+            if not self._lock.take():
+                remedy = f"wait for it, or use {self.another_name} for another run"
+                raise ConfigError(f"another process is writing to {self.path}", remedy)
         except OSError as error:
             raise _not_written(self.path, error) from error
         try:
@@ -100,21 +103,17 @@ class RunDirectory:
             StorageError: the record cannot be written, as in the next two.
         """
         earlier = read_processes(self.path / ENVIRONMENT) if self.resumed else []
-        self._processes = settled(earlier, process["from_step"])
-        self._record(process)
+        self._processes = [*settled(earlier, process["from_step"]), process]
+        self.add_to_process()
 
     def add_to_process(self, **facts: Any) -> None:
         """Record what became known of this process after its begin."""
-        process = self._processes.pop()
-        self._record({**process, **facts})
+        self._processes[-1] |= facts
+        self.write_json(ENVIRONMENT, {"processes": self._processes})
 
     def end_process(self, step: int) -> None:
         """Record that this process has ended after `step`."""
-        self._record(ended(self._processes.pop(), step))
-
-    def _record(self, process: Process) -> None:
-        self._processes.append(process)
-        self.write_json(ENVIRONMENT, {"processes": self._processes})
+        self.add_to_process(ended=utc_now(), to_step=step)
 
     @property
     def started(self) -> str:
@@ -133,13 +132,6 @@ class RunDirectory:
                 self.path.rmdir()
         self._lock.release()
 
-    def _take(self) -> None:
-        if not self._lock.take():
-            raise ConfigError(
-                f"another process is writing to {self.path}",
-                f"wait for it, or use {self.another_name} for another run",
-            )
-
     def _check(self) -> None:
         self.resumed = self._resume != "never" and (self.path / IDENTITY).exists()
         if self._resume == "must" and not self.resumed:
@@ -150,6 +142,7 @@ class RunDirectory:
             self._check_identity()
 
     def _check_identity(self) -> None:
+        """Whether this command's identity is the run's. Another horizon alone has remedies of its own."""
         there = read_object(self.path / IDENTITY, remedy=ASIDE)
         here = json.loads(json.dumps(self._identity))
         changed = differences(there, here)
@@ -177,7 +170,8 @@ class RunDirectory:
 
     def taking_over(self, init_from: str | None) -> str:
         """The overrides with which another run, whose command has `init_from`, takes over this one's state."""
-        return f"{continuing(self.path)}{' init_from=null' if init_from else ''} {self.another_name}"
+        source = shlex.quote(f"continue_from={self.path}")
+        return f"{source}{' init_from=null' if init_from else ''} {self.another_name}"
 
     @property
     def steps_done(self) -> int:
@@ -220,11 +214,6 @@ class RunDirectory:
 
 def _not_written(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
-
-
-def continuing(path: Path) -> str:
-    """The override with which another run takes over the state of the run at `path`."""
-    return shlex.quote(f"continue_from={path}")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

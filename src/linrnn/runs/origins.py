@@ -12,11 +12,9 @@ beside the two packages: only the source that computes.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from linrnn.core.dates import utc_now
 from linrnn.core.errors import DataError
 
 Process = dict[str, Any]
@@ -36,11 +34,6 @@ def settled(processes: list[Process], step: int) -> list[Process]:
         if process["from_step"] < to_step:
             kept.append({**process, "to_step": to_step})
     return kept
-
-
-def ended(process: Process, step: int) -> Process:
-    """The entry of a process that ends after `step`."""
-    return {**process, "ended": utc_now(), "to_step": step}
 
 
 def read_processes(path: Path) -> list[Process]:
@@ -64,28 +57,17 @@ def read_processes(path: Path) -> list[Process]:
 
 
 # ----------------------------------------------------------------------------------------------------------- origins
-@dataclass(frozen=True)
-class Origin:
-    """The environment of a run's processes.
+def read_origin(content: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The environment of the first process that trained steps of a run, and the keys in which its processes differ.
 
-    Attributes:
-        environment: of the first process that trained steps of the run.
-        mixture: the keys in which the run's processes differ (:func:`differing`); empty for a run of one origin.
+    Args:
+        content: of environment.json, `{"processes": [entry, …]}`, or a committed report's one flat entry.
     """
-
-    environment: dict[str, Any] = field(default_factory=dict)
-    mixture: tuple[str, ...] = ()
-
-
-def read_origin(content: dict[str, Any]) -> Origin:
-    """The origin from environment.json, `{"processes": [entry, …]}`, or from a committed report's one flat entry."""
     processes = content.get("processes", [content] if content else [])
-    trained = [
-        process for process in processes if "to_step" not in process or process["to_step"] != process["from_step"]
-    ]
+    trained = [one for one in processes if "to_step" not in one or one["to_step"] != one["from_step"]]
     first: dict[str, Any] = next(iter(trained or processes), {})
     kept = {key: value for key, value in first.items() if key not in OF_A_PROCESS}
-    return Origin(kept, tuple(differing(trained)))
+    return kept, tuple(differing(trained))
 
 
 def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
