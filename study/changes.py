@@ -6,10 +6,10 @@ projection both compile their layers, or neither does. Compiled layers compute t
 
 from collections.abc import Sequence
 
+from linrnn.report.metrics import learnt
 from linrnn.report.plots import named
 from linrnn.report.runs import COURSE, Run
 from linrnn.report.targets import Verdict, judge
-from linrnn.report.verdicts import learnt
 from study.criteria import FINAL_LOSS, VALID_LOSS
 
 FLOAT8, BF16 = "trainer.float8=blocks", "trainer.float8=none"

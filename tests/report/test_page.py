@@ -16,9 +16,8 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.report import write
 from linrnn.report.page import inline
-from linrnn.report.remarks import on_figures, on_origin, on_runs
 from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
-from linrnn.report.summary import sentences
+from linrnn.report.sentences import on_figures, on_origin, on_runs, opening
 from linrnn.report.tables import of_runs, of_verdicts
 from linrnn.report.targets import judge, parse_target, read_targets, store_targets
 from linrnn.report.verdicts import baseline_of, verdicts
@@ -91,7 +90,7 @@ def write_runs(group: Path, runs: list[Run]) -> None:
 # ------------------------------------------------------------------------------------------------------ the sentences
 def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> None:
     runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
-    assert sentences(runs, verdicts(runs)) == [
+    assert opening(runs, verdicts(runs)) == [
         f"15 runs of GLA (mve) on {HERE['gpus'][0]['name']}: all finished.",
         "They differ in loss (compiled, standard, cce_kahan); seed (5 values).",
         "cce_kahan uses 28 % less memory than compiled at the same speed (within 1 %); its final validation loss is "
@@ -101,15 +100,15 @@ def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> No
 
 def test_of_losses_that_need_the_same_memory_the_report_opens_with_the_fastest() -> None:
     runs = [*five("compiled"), *five("liger", gib=5, speed=700), *five("cce_kahan", gib=5.05, speed=1100)]
-    *_, last = sentences(runs, verdicts(runs))
+    *_, last = opening(runs, verdicts(runs))
     assert last.startswith("cce_kahan uses 50 % less memory than compiled at 1.100 times its speed")
     failed = run("fla", status="out_of_memory", train_loss_nats=None, tokens_per_second=None)
-    first, *_ = sentences([*runs, failed], verdicts([*runs, failed]))
+    first, *_ = opening([*runs, failed], verdicts([*runs, failed]))
     assert first.endswith(": 15 finished, 1 out of memory.")
 
 
 def test_one_loss_alone_is_compared_with_nothing() -> None:
-    assert sentences([run("liger")], verdicts([run("liger")]))[1:] == [
+    assert opening([run("liger")], verdicts([run("liger")]))[1:] == [
         "loss=liger; there is no other run to compare it with.",
         "gla-liger-8-s0 reached a training loss of 5.0000 nats, 10.00 GiB at its peak, 1,000 tokens/s.",
     ]
@@ -118,7 +117,7 @@ def test_one_loss_alone_is_compared_with_nothing() -> None:
 def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
     cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
     runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
-    first, _, last = sentences(runs, verdicts(runs))
+    first, _, last = opening(runs, verdicts(runs))
     assert "on a CPU" in first
     assert "memory and speed are compared on a GPU alone" in last
     assert "5 pairs" in last

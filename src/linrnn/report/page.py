@@ -19,43 +19,15 @@ _MARKS = (  # the marks that the sentences of a report use
 )
 
 
-@dataclass(frozen=True)
-class Bullets:
-    """A list of sentences."""
-
-    items: Sequence[str]
-
-    def __bool__(self) -> bool:
-        return bool(self.items)
-
-    def markdown(self) -> list[str]:
-        return [f"* {item}" for item in self.items]
-
-
-@dataclass(frozen=True)
-class Commands:
+class Commands(list[str]):
     """Lines for a shell."""
 
-    lines: Sequence[str]
 
-    def markdown(self) -> list[str]:
-        return ["```", *self.lines, "```"]
-
-
-@dataclass(frozen=True)
-class Pictures:
+class Pictures(list[Path]):
     """Plots, as files beside report.md."""
 
-    paths: Sequence[Path]
 
-    def __bool__(self) -> bool:
-        return bool(self.paths)
-
-    def markdown(self) -> list[str]:
-        return [f"![{title_of(path)}]({path.name})" for path in self.paths]
-
-
-Block = str | Bullets | Commands | Pictures | Table
+Block = str | list[str] | Commands | Pictures | Table  # a sentence, sentences as a list, …
 
 
 @dataclass(frozen=True)
@@ -82,11 +54,22 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
     for section in sections:
         heading = f"<details><summary>{escape(section.title)}</summary>" if section.folded else f"## {section.title}"
         lines += [heading, ""]
-        for block in section.blocks:
-            content = [block] if isinstance(block, str) else block.markdown()
-            lines += [*content, ""] if content else []
+        lines += [line for block in section.blocks if block for line in (*_markdown(block), "")]
         lines += ["</details>", ""] if section.folded else []
     return "\n".join(lines)
+
+
+def _markdown(block: Block) -> list[str]:
+    match block:
+        case str():
+            return [block]
+        case Table():
+            return block.markdown()
+        case Commands():
+            return ["```", *block, "```"]
+        case Pictures():
+            return [f"![{title_of(path)}]({path.name})" for path in block]
+    return [f"* {sentence}" for sentence in block]
 
 
 def to_html(title: str, sections: Sequence[Section], source: str, again: str) -> str:
@@ -103,7 +86,8 @@ def to_html(title: str, sections: Sequence[Section], source: str, again: str) ->
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"inline": inline, "picture": data_uri, "title_of": title_of, "kind": _kind, "slug": slug}
+    filters = {"inline": inline, "picture": data_uri, "title_of": title_of, "slug": slug}
+    environment.filters |= filters | {"kind": lambda block: type(block).__name__}
     return environment.get_template(TEMPLATE).render(title=title, sections=sections, source=source, again=again)
 
 
@@ -128,8 +112,3 @@ def title_of(path: Path) -> str:
 def slug(title: str) -> str:
     """A heading as an anchor."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-
-
-def _kind(block: Block) -> str:
-    """The name of the template's form for a block."""
-    return "paragraph" if isinstance(block, str) else type(block).__name__.lower()

@@ -7,10 +7,11 @@ from typing import Any
 from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.report.curves import mean_of_last
+from linrnn.report.metrics import free_loss_speed_up
 from linrnn.report.plots import clock_of, varies
 from linrnn.report.runs import STATISTIC, Run, backend_names
 from linrnn.report.targets import INCONCLUSIVE, NOT_MEASURED, NOT_REACHED, REACHED, Verdict
-from linrnn.report.verdicts import CONTROL, baseline_of, free_loss_speed_up
+from linrnn.report.verdicts import CONTROL, baseline_of
 from linrnn.runs.figures import on_cpu
 
 FILTER_COLUMNS = {
@@ -21,6 +22,7 @@ FILTER_COLUMNS = {
     "steps computed exactly": ("exact", ".2%"),
 }
 ANSWERED = (REACHED, NOT_REACHED)
+Column = Callable[[Any], object] | None  # of a row's entry; None: the table lacks the column
 CHECKPOINTING = "activation_checkpointing"
 
 
@@ -69,9 +71,6 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
     return _table(columns, sorted(measured, key=place), words)
 
 
-Column = Callable[[Any], object] | None  # of a row's entry; None: the table lacks the column
-
-
 def _table(columns: Iterable[tuple[str, Column]], entries: Iterable[Any], words: Collection[str]) -> Table:
     """A table of those columns that there are, with a row for each entry."""
     shown = [(name, cell) for name, cell in columns if cell is not None]
@@ -113,7 +112,7 @@ def not_measured(found: Sequence[Verdict]) -> Table | None:
 def of_runs(runs: Sequence[Run]) -> Table:
     """One row per run. Ratios are to the baseline's run of the same setting and seed."""
     named = list(zip(runs, backend_names([run.summary for run in runs]), strict=True))
-    labels = [(*_order(run, name), _checkpointing(run), run.horizon) for run, name in named]
+    labels = [(*_order(run, name), run.summary[CHECKPOINTING], run.horizon) for run, name in named]
     horizons, baseline = len({run.horizon for run in runs if run.horizon}) > 1, baseline_of(runs)
     bases = {
         (run.setting, run.summary["seed"]): run.summary
@@ -141,7 +140,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
         ("model", lambda entry: entry[0].summary["model"]),
         ("size", lambda entry: entry[0].summary["size"]),
         ("loss", lambda entry: entry[1]),
-        ("checkpointing", (lambda entry: _checkpointing(entry[0])) if varies(runs, CHECKPOINTING) else None),
+        ("checkpointing", (lambda entry: entry[0].summary[CHECKPOINTING]) if varies(runs, CHECKPOINTING) else None),
         ("B", lambda entry: entry[0].summary["batch_size"]),
         ("T", lambda entry: entry[0].summary["seq_len"]),
         ("V", figure("vocab_size", ",")),
@@ -181,16 +180,12 @@ def of_free_losses(runs: Sequence[Run]) -> Table | None:
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         share, bound, s = loss_time_share(run), free_loss_speed_up(run), run.summary
         if run.finished and not run.mixture and share is not None and bound is not None:
-            kind = s["model"], name, _checkpointing(run)
+            kind = s["model"], name, run.summary[CHECKPOINTING]
             figures = s["batch_size"], s["seq_len"], f"{s['vocab_size']:,}", f"{share:.1%}", f"{bound:.3f} x"
             rows.setdefault(kind, (*kind, *figures))
     columns = ("model", "loss", "checkpointing", "B", "T", "V", "output layer, of the step")
     words = ("model", "loss", "checkpointing")
     return Table((*columns, "speed of a step without it"), [*rows.values()], words) if rows else None
-
-
-def _checkpointing(run: Run) -> str:
-    return str(run.summary[CHECKPOINTING])
 
 
 def _steps(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What a comparison measures (METRICS), what a target demands of it, and how values become a result.
+"""What a target demands of a metric, and how values become a result.
 
 A sweep's file may name targets:
 
@@ -18,85 +18,14 @@ from typing import Any
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import read_json, write_json
 from linrnn.losses import loss_names
-from linrnn.report.curves import SMOOTHED_STEPS
+from linrnn.report.metrics import METRICS, Metric
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
 
 REACHED, NOT_REACHED, INCONCLUSIVE, NOT_MEASURED = "reached", "not reached", "inconclusive", "not measured"
 COMPARED = "compared"  # the word of a comparison without a target
 BASELINES = ("compiled", "standard")  # what losses are compared with, unless a target says otherwise
-LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50
-LEAST_MEASURED = 5  # a run needs so many steps after the warm-up for its times to be compared
 TARGETS = "targets.json"  # beside the runs of a group
 _RULES = {"at_most": AT_MOST, "at_least": AT_LEAST, "within": WITHIN}
-
-
-@dataclass(frozen=True)
-class Metric:
-    """Something that two runs, or two searches for the largest batch, are compared by.
-
-    Attributes:
-        name: in a target.
-        words: for a reader.
-        form: the format of values.
-        needs: what must be run to measure it.
-        ratio: whether values are ratios to the baseline; otherwise they are differences, or the run's own.
-        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
-        of_losses: whether it compares losses, not time or memory.
-        alone: whether a run has it without a baseline.
-        always: whether a report without targets shows it.
-    """
-
-    name: str
-    words: str
-    form: str
-    needs: str
-    ratio: bool = True
-    by_chance: bool = True
-    of_losses: bool = False
-    alone: bool = False
-    always: bool = False
-
-
-_BOTH = "runs of both losses in one setting"
-_TIMED = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
-_LEARNT = f"{_BOTH}, of {LEAST_STEPS} steps"
-_SEARCHED = "a search by scripts/find_max_batch.py for both"
-_DIFFERENCE: dict[str, Any] = {"ratio": False, "of_losses": True}
-_SHARE: dict[str, Any] = {"by_chance": False, "alone": True}
-_METRICS = (
-    Metric("peak_memory_bytes", "peak memory, ratio", ".3f", f"{_BOTH}, on a GPU", by_chance=False, always=True),
-    Metric("tokens_per_second", "tokens/s at the same batch, ratio", ".3f", f"{_BOTH}, {_TIMED}", always=True),
-    Metric("max_sequences", "largest batch under the budget, ratio", ".2f", _SEARCHED, by_chance=False),
-    Metric("tokens_per_second_at_max_sequences", "tokens/s, each at its own largest batch, ratio", ".3f", _SEARCHED),
-    Metric(
-        "tokens_per_second_at_fastest_batch",
-        "tokens/s, each at its fastest batch, equal tokens, ratio",
-        ".3f",
-        f"runs of both losses at the same several batches, {_TIMED}",
-    ),
-    Metric("train_loss_nats", "final training loss, difference, nats", "+.4f", _LEARNT, **_DIFFERENCE, always=True),
-    Metric("valid_loss_nats", "validation loss, difference, nats", "+.4f", _LEARNT, **_DIFFERENCE, always=True),
-    Metric("valid_perplexity", "validation perplexity, difference", "+.3f", _LEARNT, **_DIFFERENCE),
-    Metric(
-        "curve_difference",
-        f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
-        ".4f",
-        f"{_LEARNT}, at least every {SMOOTHED_STEPS // 2}th of them logged",
-        **_DIFFERENCE,
-    ),
-    Metric("backward_speed_up", "backward pass of the output layer, speed-up", ".2f", f"{_BOTH}, {_TIMED}"),
-    Metric(
-        "loss_layer_share", "output layer's share of peak memory, gradients counted", ".1%", "a run on a GPU", **_SHARE
-    ),
-    Metric(
-        "loss_layer_share_without_gradients",
-        "output layer's share of peak memory, without gradients",
-        ".1%",
-        "a run on a GPU",
-        **_SHARE,
-    ),
-)
-METRICS = {metric.name: metric for metric in _METRICS}
 
 
 @dataclass(frozen=True)

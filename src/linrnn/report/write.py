@@ -13,8 +13,9 @@ from linrnn.config.schema import ReportConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.output import as_started
-from linrnn.report import plots, remarks, tables
-from linrnn.report.page import Block, Bullets, Commands, Pictures, Section, folded, to_html, to_markdown
+from linrnn.report import plots, sentences, tables
+from linrnn.report.metrics import LEAST_STEPS
+from linrnn.report.page import Block, Commands, Pictures, Section, folded, to_html, to_markdown
 from linrnn.report.plot_style import save
 from linrnn.report.runs import (
     COMMITTED,
@@ -29,13 +30,12 @@ from linrnn.report.runs import (
     read_max_batches,
     write_committed,
 )
-from linrnn.report.summary import sentences
 from linrnn.report.targets import (
     INCONCLUSIVE,
-    LEAST_STEPS,
     NOT_MEASURED,
     NOT_REACHED,
     REACHED,
+    RULES,
     TARGETS,
     Target,
     Verdict,
@@ -43,7 +43,6 @@ from linrnn.report.targets import (
 )
 from linrnn.report.verdicts import CONTROL, verdicts
 from linrnn.runs.intervals import WITHIN
-from linrnn.runs.summary import MEAN_OF_LAST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,30 +158,28 @@ def sections(
 ) -> list[Section]:
     """A report's sections: three sentences and the plots; all tables are folded, those of results first."""
     judged = verdicts(runs, inputs.targets, inputs.max_batches) if inputs.targets else []
-    first: list[Block] = [Bullets(sentences(runs, compared))]
+    first: list[Block] = [sentences.opening(runs, compared)]
     if warning := origin_warning(runs):
         first.append(f"**Warning**: {warning}.")
     made = [Section("In short", [*first, Pictures(pictures[:1])])]
     if pictures[1:]:
         made.append(Section("Plots", [Pictures(pictures[1:])]))
     if judged:
+        controlled = any(verdict.backend == CONTROL for verdict in judged)
         made.append(folded(f"Targets: {_counted(judged)}", tables.of_verdicts(judged)))
         made.append(folded("Targets: what is not measured", tables.not_measured(judged)))
-        made.append(folded("How targets are judged", *remarks.on_rules(judged)))
+        made.append(folded("How targets are judged", RULES, sentences.ON_CONTROL if controlled else None))
     made.append(folded("Compared with the baseline", tables.of_verdicts(compared)))
     made.append(folded("What is not compared", tables.not_measured(compared)))
-    made.append(folded("Runs", tables.of_runs(runs), remarks.on_figures(runs), Bullets(remarks.on_runs(runs))))
+    made.append(folded("Runs", tables.of_runs(runs), sentences.on_figures(runs), sentences.on_runs(runs)))
     if filters := tables.of_filters(runs):
-        made.append(folded("What filters kept", filters, _KEPT))
+        made.append(folded("What filters kept", filters, sentences.KEPT))
     if free := tables.of_free_losses(runs):
-        made.append(folded("If the output layer took no time", free, remarks.FREE_LOSS))
-    made.append(folded("Abbreviations", Bullets(remarks.ABBREVIATIONS)))
+        made.append(folded("If the output layer took no time", free, sentences.FREE_LOSS))
+    made.append(folded("Abbreviations", sentences.ABBREVIATIONS))
     commands = Commands([run.summary["command"] for run in runs])
-    made.append(folded("How the runs were made", Bullets(remarks.on_origin(runs)), "Commands:", commands))
+    made.append(folded("How the runs were made", sentences.on_origin(runs), "Commands:", commands))
     return [section for section in made if section.blocks]
-
-
-_KEPT = f"Shares of softmax entries kept and of mass not kept are by token, means of the last {MEAN_OF_LAST} steps."
 
 
 def _counted(judged: Sequence[Verdict]) -> str:
