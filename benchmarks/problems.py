@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.reading import open_reading
 from linrnn.config import nearest
 from linrnn.core.errors import ConfigError
-from linrnn.inference.load import open_reading
 from linrnn.losses import LossBackend
 from linrnn.losses.base import IGNORE_INDEX
 from linrnn.models.language_model import loss_inputs

@@ -16,14 +16,17 @@ of the same gradient.
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reading import open_reading
 from linrnn.config import load_config
 from linrnn.data import Batch
-from linrnn.inference.load import open_reading
 from linrnn.losses import build_loss
 from linrnn.models.language_model import compute_dtype, loss_inputs
 from linrnn.report.plot_style import COLOURS, subplots

@@ -10,6 +10,7 @@ the most mass. The two other orders are known before the softmax is computed.
 
 import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reading import open_reading
 from linrnn.config.cli import run
 from linrnn.config.schema import ProfileSparsityConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.tables import Table
 from linrnn.data import Batch
-from linrnn.inference.load import open_reading
 from linrnn.losses import IGNORE_INDEX
 from linrnn.models import LanguageModel, tuning
 from linrnn.models.facts import model_in_words

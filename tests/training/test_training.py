@@ -16,9 +16,9 @@ import pytest
 import torch
 from fitting import fitted, summary_of
 
+from benchmarks.reading import Reading, open_reading
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.inference.load import Reading, open_reading
 from linrnn.losses import check_vocabulary_parallel
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
