@@ -10,26 +10,37 @@ from triton_interpreter import MARKS
 _ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLACES = {"cpu": ("cpu", []), "interpreter": ("cpu", MARKS), "cuda": ("cuda", _ON_GPU)}
 
-devices = pytest.mark.parametrize(
-    "device", [pytest.param(device, marks=marks, id=place) for place, (device, marks) in PLACES.items()]
-)
+
+def on(*places: str) -> pytest.MarkDecorator:
+    """Parametrizes the test with `device`, at each of the places."""
+    return pytest.mark.parametrize("device", [pytest.param(PLACES[x][0], marks=PLACES[x][1], id=x) for x in places])
 
 
-kernels = pytest.mark.parametrize(
-    "device", [pytest.param(PLACES[name][0], marks=PLACES[name][1], id=name) for name in ("interpreter", "cuda")]
-)  # of the tests that only the Triton kernels pass
+devices, kernels = on("cpu", "interpreter", "cuda"), on("interpreter", "cuda")  # the second: the Triton kernels alone
+
+
+def interpreted(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs the test in the interpreter alone."""
+    for mark in MARKS:
+        test = mark(test)
+    return test
 
 
 def devices_with(
-    name: str, values: Sequence[Any], interpreted: Sequence[Any], ids: Callable[[Any], str] = str
+    name: str, values: Sequence[Any], interpreted: Sequence[Any], on_gpu: Sequence[Any] = ()
 ) -> pytest.MarkDecorator:
-    """`devices` crossed with `values` of a second parameter. The interpreter takes only `interpreted`.
+    """`devices` crossed with `values` of a second parameter. A GPU takes those and `on_gpu`.
 
-    The interpreter needs a second or more per case.
+    The interpreter takes only `interpreted`, because it needs a second or more per case.
     """
+    of_place = {"cpu": values, "interpreter": interpreted, "cuda": [*values, *on_gpu]}
     cases = [
-        pytest.param(device, value, marks=marks, id=f"{place}-{ids(value)}")
+        pytest.param(device, value, marks=marks, id=f"{place}-{_name(value)}")
         for place, (device, marks) in PLACES.items()
-        for value in (interpreted if place == "interpreter" else values)
+        for value in of_place[place]
     ]
     return pytest.mark.parametrize(("device", name), cases)
+
+
+def _name(value: Any) -> str:
+    return "-".join(map(_name, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")

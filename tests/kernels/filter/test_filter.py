@@ -1,189 +1,509 @@
-"""The filter on CPU tensors. test_interpreted_*.py and test_gpu.py run the same checks on the kernels."""
+"""The filter: gradients and statistics are those of its rule, in torch, by the kernels in the interpreter, on a GPU."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32
+from cases import (
+    BF16,
+    FP16,
+    FP32,
+    IGNORE,
+    Case,
+    check_default_dtype,
+    draw,
+    error,
+    gradients,
+    in_fp64,
+    of_operator,
+    torch_path,
+)  # fmt: skip
+from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.filter import rule as filter_rule
-from cce_kernels.filter.rule import Rule, by_likelihood, likely_sizes, mean_logits
+from cce_kernels.filter.rule import Rule
 from cce_kernels.options import Options
-from cce_kernels.planner import Problem, _state_bytes, head_rows, plan
-from filter_cases import (
-    FILTERED,
-    check_adversarial_rows,
-    check_exact_at_no_mass,
-    check_exact_where_not_faster,
-    check_filtered,
-    check_monotone,
-    check_order_of_the_vocabulary,
-    check_unbiased,
-)
+from cce_kernels.runtime.interpreter import INTERPRETED
+from everywhere import devices, devices_with, interpreted, kernels, on
+from torch import Tensor
+
+SMALL = (20, 24, 500)  # rows, dimensions, vocabulary: half of the rows, where their number is not what is tested
+BAND = 2.0**-8  # lists decide on probabilities of 8 bits
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("case", FILTERED, ids=str)
-def test_gradients_and_statistics_are_those_of_the_rule(case, dtype):
-    check_filtered(case, dtype, "cpu")
+# Small blocks of rows and chunks of columns, so that there are several
+BLOCKS = {"rule.TILE_ROWS": 16, "rule.TWO_WAVES": 1, "sample.tail_width": lambda *_: 16}
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_adversarial_rows(unbiased):
-    check_adversarial_rows(unbiased, "cpu")
+@contextmanager
+def together() -> Iterator[None]:
+    """Where gather_kernel's loop is not what is tested, it takes more entries at a time: fewer steps to interpret."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if INTERPRETED:
+            monkeypatch.setattr("cce_kernels.filter.gather.ENTRIES", 32)
+        yield
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_filter_that_would_not_be_faster_is_left_out(with_bias):
-    check_exact_where_not_faster("cpu", with_bias=with_bias)
+@dataclass(frozen=True)
+class Filtered:
+    """A call with a filter. overflows: the lists, if there are any, are too short for it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    shape: tuple[int, int, int] = (40, 24, 500)  # rows, dimensions, vocabulary
+    peak: float = 9.0
+    bias: bool = False
+    overflows: bool = False
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def test_no_mass_may_be_dropped():
-    check_exact_at_no_mass("cpu")
+UNBIASED = {"filter_unbiased": True}
+SHORT = UNBIASED | {"filter_eps": 2.0**-9.5, "workspace_mib": 0.14, "accumulate": "fp32"}
+FILTERED = [
+    Filtered("threshold"),
+    Filtered("threshold_bias", bias=True),
+    Filtered("threshold_softcap", {"softcap": 9.0}),
+    Filtered("threshold_e_only", {"filter_c": False}),
+    Filtered("threshold_c_only", {"filter_e": False}),
+    Filtered("threshold_sparse", peak=40),
+    Filtered("unbiased", UNBIASED),
+    Filtered("unbiased_bias", UNBIASED, bias=True),
+    Filtered("unbiased_e_only", UNBIASED | {"filter_c": False}),
+    Filtered("unbiased_scaled", UNBIASED | {"logit_scale": 0.7, "z_loss": 1e-2}),
+    Filtered("unbiased_wide", UNBIASED, shape=(20, 1100, 500)),
+    Filtered("unbiased_many_segments", UNBIASED, shape=(9, 16, 17000)),
+    Filtered("mass", {"filter_mass": 0.2}),
+    Filtered("mass_unbiased", UNBIASED | {"filter_mass": 0.1}),
+    Filtered("mass_never_reached", UNBIASED | {"filter_mass": 0.999}),
+    Filtered("short_lists", SHORT, peak=0, overflows=True),
+    Filtered("short_lists_kahan", SHORT | {"accumulate": "kahan"}, peak=0, overflows=True),
+    Filtered("short_slots", {"filter_eps": 2.0**-16}, shape=(5, 16, 9001), peak=0, overflows=True),
+]
 
 
-@pytest.mark.parametrize("unbiased", [False, True])
-def test_a_larger_eps_keeps_less(unbiased):
-    check_monotone(unbiased, "cpu")
+INTERPRETED_CASES = (
+    "threshold", "threshold_e_only", "unbiased", "unbiased_scaled", "mass_unbiased", "short_lists", "short_lists_kahan",
+)  # fmt: skip
 
 
-def test_the_order_of_the_vocabulary_changes_nothing_else():
-    check_order_of_the_vocabulary("cpu")
+@devices_with(
+    "case", list(product(FILTERED, (BF16, FP32))),
+    [(case, BF16) for case in FILTERED if case.name in INTERPRETED_CASES], on_gpu=list(product(FILTERED, (FP16,))),
+)  # fmt: skip
+def test_gradients_and_statistics_are_those_of_the_rule(case, device):
+    check_filtered(*case, device)
 
 
-def test_the_unbiased_rule_is_right_on_average():
-    check_unbiased("cpu", draws=64)
+def check_filtered(case: Filtered, dtype: torch.dtype, device: str) -> None:
+    """Gradients agree with the fp64 reference with the same filter, and statistics with its numbers.
 
-
-def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    return torch.where(times > 0, drawn, -1)
-
-
-@pytest.mark.parametrize("most_head", [64, 16])
-def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, most_head):
-    """From each group of neighbours, by place and by likelihood, one entry is drawn.
-
-    Over seeds the draws are uniform and independent of neighbours and of other blocks of rows. Two shards' columns make
-    up the whole vocabulary's. Weights equal p on average.
+    Entries within 2^-8 of the threshold may be kept or dropped; the tolerance allows for them.
     """
-    monkeypatch.setattr(filter_rule, "MOST_HEAD", most_head)
-    monkeypatch.setattr(filter_rule, "LIKELY_SHARE", 16)
-    n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 600
-    wide = 2**20  # blocks of few rows, whose weights are soon computed
-    p_e = torch.rand(2 * filter_rule.block_rows(wide), vocab, dtype=torch.float64) * 2.0**-6
-    p_c = torch.rand(n_rows, 7, dtype=torch.float64) * 2.0**-6
-    some, all_entries, falling = torch.arange(7), torch.arange(vocab), torch.arange(vocab, 0, -1.0)
-    drawn, weights_e, weights_c = [[], []], torch.zeros_like(p_e[[0, -1]]), torch.zeros_like(p_c)
-    for i in range(seeds):
-        targets = torch.full((n_rows,), i).index_fill_(0, torch.tensor([5]), -1) % vocab
-        rule = Rule.of(targets, falling, Options(filter_eps=2.0**-7, filter_unbiased=True))
-        sample = rule.sample(targets, dim, vocab)
-        drawn[0].append(taken(sample.columns, sample.times)[:, : vocab // filter_rule.COLUMN_GROUP])
-        drawn[1].append(taken(sample.rows, sample.row_times))
-        if i < 150:
-            weights_e += rule.weights_e(p_e, all_entries, wide, vocab)[[0, -1]] / 150
-            weights_c += rule.weights_c(p_c, some) / 150
-    likely = (64 - most_head) // filter_rule.LIKELY_GROUP
-    assert sample.columns.shape[1] == -(-vocab // filter_rule.COLUMN_GROUP) + likely
-    assert (sample.times == filter_rule.LIKELY_GROUP).sum() == 2 * likely
-    stacked = torch.stack(drawn[0]), torch.stack(drawn[1])
-    for x, size in zip(stacked, (filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP), strict=True):
-        places = x - size * torch.arange(x.shape[-1])
-        there = places[x >= 0]
-        assert ((there >= 0) & (there < size)).all()
-        share = torch.bincount(there, minlength=size) / there.numel()
-        left_out = 64 / vocab if size == filter_rule.COLUMN_GROUP else 0  # the same entries in most of the calls
-        assert (share - 1 / size).abs().max() < 5 * (1 / size / there.numel()) ** 0.5 + left_out / size
-        both = (places[..., 1:] == places[..., :-1])[(x[..., 1:] >= 0) & (x[..., :-1] >= 0)].double()
-        assert abs(both.mean() - 1 / size) < 5 * (1 / size / both.numel()) ** 0.5 + left_out / size
-    first, second = stacked[0].unbind(dim=1)
-    same = (first == second)[(first >= 0) & (second >= 0)].double()
-    assert abs(same.mean() - 1 / filter_rule.COLUMN_GROUP) < 5 * (1 / filter_rule.COLUMN_GROUP / same.numel()) ** 0.5
+    e, c, targets, bias = drawn(case, dtype, device)
+    options = {"filter_eps": 2.0**-8} | case.options
+    eps = options["filter_eps"]
+    loss, stats = linear_cross_entropy(e, c, targets, bias=bias, return_stats=True, **options)
+    assert all(value.isnan() for value in stats.values())
+    grads = gradients(loss, (e, c, bias))
+    if case.overflows and dtype == BF16:
+        assert overflown(e, c, targets, options) is not False
 
-    none = torch.full_like(targets, -1)
-    shards = [rule.shard(300 * j, size).sample(none, dim, size) for j, size in enumerate((300, 724))]
-    for block in (0, 1):
-        parts = [taken(x.columns, x.times)[block] + 300 * j for j, x in enumerate(shards)]
-        parts = torch.cat([x[y.times[block] > 0] for x, y in zip(parts, shards, strict=True)])
-        assert parts.sort().values.equal(sample.columns[block][sample.times[block] > 0].sort().values)
-    spread = 5.5 * (max(filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
-    assert (weights_e - p_e[[0, -1]]).abs().max() < spread
-    assert (weights_c - p_c).abs().max() < spread
+    inputs = in_fp64(e, c, bias)
+    plain = {k: v for k, v in case.options.items() if not k.startswith("filter")}
+    exact = gradients(reference(inputs, targets, plain)[0], inputs)
+    base = gradients(torch_path(e, c, targets, bias, **plain), (e, c, bias))
+    wanted = [
+        gradients(reference(inputs, targets, options | {"filter_eps": x})[0], inputs)
+        for x in (eps, eps * (1 + BAND), eps * (1 - BAND))
+    ]
+    for name, grad, want, more, less, unfiltered, torchs in zip(
+        ("e", "c", "bias"), grads, *wanted, exact, base, strict=False
+    ):
+        band = ((more - less).norm() / want.norm()).item()
+        assert error(grad, want) <= 2 * error(torchs, unfiltered) + band + 1e-6, name
+
+    dropped = figures(inputs, targets, options)[1]
+    least, most = (figures(inputs, targets, options | {"filter_eps": eps * x})[0] for x in (1 + BAND, 1 - BAND))
+    assert least.mean() * 0.999 - 1e-6 <= stats["entries_kept"].item() <= most.mean() * 1.001 + 1e-6
+    assert abs(stats["dropped_mass_mean"].item() - dropped.mean().item()) < 4e-3
+    assert abs(stats["dropped_mass_max"].item() - dropped.max().item()) < 2e-2
+    assert stats["dropped_mass_mean"] <= stats["dropped_mass_p99"] <= stats["dropped_mass_max"]
+    if "filter_mass" in options:
+        assert stats["dropped_mass_max"] <= options["filter_mass"]
+        assert stats["exact"] == (options["filter_mass"] < 0.9)
 
 
-@pytest.mark.parametrize("name", ["unbiased", "unbiased_bias"])
-def test_likely_entries_are_drawn_from_smaller_groups(monkeypatch, name):
-    monkeypatch.setattr(filter_rule, "MOST_HEAD", 16)
-    case = next(case for case in FILTERED if case.name == name)
-    check_filtered(replace(case, shape=(90, 24, 1500)), BF16, "cpu")
+def drawn(case: Filtered, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    n_rows, dim, vocab = case.shape
+    wide = Case("filtered", shape=(n_rows,), dim=dim, vocab=vocab, peak=case.peak, bias=case.bias, dtype=dtype)
+    e, c, targets, bias = draw(wide, device)
+    targets[::2] = targets[::2].roll(1)  # improbable targets
+    return e, c, targets, bias
 
 
-def test_head_and_likely_entries_are_small_shares_of_the_vocabulary():
-    assert likely_sizes(128256) == (4096, 16032)
-    assert likely_sizes(256000) == (4096, 32000)
-    assert likely_sizes(700) == (32, 80)
-    assert likely_sizes(100) == (0, 0)
+def reference(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    e, c, bias = inputs
+    known = {k: v for k, v in options.items() if k not in ("workspace_mib", "accumulate")}
+    return reference_linear_cross_entropy(e, c, targets, bias=bias, **known)
 
 
-def test_the_likeliest_entries_of_the_mean_hidden_state_come_first():
-    """With probabilities that vary from row to row around a frequency, as in text. Ties are ordered by index."""
-    random = torch.Generator().manual_seed(0)
-    o = Options(filter_eps=2.0**-8, filter_unbiased=True)
-    common, e = torch.randn(64, generator=random), torch.randn(500, 64, generator=random)
-    c = torch.outer(torch.randn(900, generator=random), common) / 8 + torch.randn(900, 64, generator=random) / 16
-    columns = torch.zeros(500, dtype=torch.int64).index_fill_(0, torch.arange(100, 500), -1)
-    e[:100] += common
-    e[100:] -= common  # rows that do not count
-    rank, likely = by_likelihood(mean_logits(e, c, None, columns, o), 90)
-    mean_p = torch.softmax(e[:100] @ c.T, dim=1).mean(dim=0)
-    assert mean_p[likely].sum() > 0.9 * mean_p.topk(90).values.sum()
-    assert torch.equal(rank[likely], torch.arange(90, dtype=torch.int32))
-    assert torch.equal(by_likelihood(torch.zeros(50), 7)[1], torch.arange(7))
-    assert by_likelihood(torch.zeros(50), 0) == (None, None)
-    assert mean_logits(e, c, None, columns, replace(o, filter_unbiased=False)) is None
+def figures(inputs: list[Any], targets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Share of kept entries, and dropped mass of each row that counts, in fp64."""
+    e, c, bias = (None if x is None else x.detach() for x in inputs)
+    o = Options(**{k: v for k, v in options.items() if k != "workspace_mib"})
+    z = o.logit_scale * (e @ c.T) + (0 if bias is None else bias)
+    p = torch.softmax(z if o.softcap is None else o.softcap * torch.tanh(z / o.softcap), dim=1)
+    entries = torch.arange(c.shape[0], device=c.device)
+    columns = torch.where(targets == IGNORE, -1, targets)
+    stays = Rule.of(columns, filter_rule.mean_logits(e, c, bias, columns, o), o).keeps(p, entries)
+    stays |= targets[:, None] == entries
+    dropped = torch.where(stays, 0, p).sum(dim=1)
+    counts = targets != IGNORE
+    if o.filter_mass is not None and (dropped[counts] > o.filter_mass).any():
+        stays[:], dropped[:] = True, 0
+    return stays[counts].double().mean(dim=1), dropped[counts]
 
 
-def test_entries_rank_by_the_scale_that_kernels_are_given():
-    """Triton passes a number in fp32."""
-    e, c = torch.randn(50, 64).bfloat16(), torch.randn(900, 64).bfloat16()
-    columns, o = torch.zeros(50, dtype=torch.int64), Options(filter_eps=2.0**-8, filter_unbiased=True)
-    in_fp32 = torch.tensor(0.3, dtype=torch.float32).item()
-    given, rounded = (mean_logits(e, c, None, columns, replace(o, logit_scale=scale)) for scale in (0.3, in_fp32))
-    assert torch.equal(given, rounded)
+def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) -> bool | None:
+    """Whether the lists of a call are too short; None if it uses no lists."""
+    if not e.is_cuda and not INTERPRETED:
+        return None
+    from cce_kernels.backends import with_triton
+    from cce_kernels.filter import select
+    from cce_kernels.planner import Problem
+
+    o = Options(**options)
+    problem = Problem(e.shape[0], e.shape[1], c.shape[0], BF16, BF16, BF16, False, True, False)
+    capacity = with_triton.plan(problem, e, o).capacity
+    assert capacity
+    columns = torch.where(targets == IGNORE, -1, targets)
+    _, state = select.forward(
+        with_triton.prepare(e.detach(), e.dtype), with_triton.prepare(c.detach(), c.dtype), columns, capacity, False, o
+    )
+    return bool(select.Lists.of(state).void)
 
 
-@pytest.mark.parametrize("workspace_mib", [48, 64, 100, 256, 1000])
+@devices
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
-    """If lists are planned, the head's gradient, rows of C, probabilities and rows of E fit beside them."""
-    o = Options(filter_eps=2.0**-12, filter_unbiased=unbiased, workspace_mib=workspace_mib)
-    planned = []
-    for n, d, v in [(16384, 1024, 131072), (8192, 2304, 256000), (1024, 4096, 128256), (16384, 256, 32000)]:
-        capacity = plan(Problem(n, d, v, BF16, BF16, BF16, False, False, False), 132, o).capacity
-        planned.append(capacity)
-        n_head = likely_sizes(v)[0] if unbiased else 0
-        if capacity and n_head:
-            rows = head_rows(n, d, v, capacity, o)
-            beside = 8 * capacity + 6 * d * n_head
-            taken, in_fewer = (beside + x * 2 * (n_head + d) for x in (rows, n / max(1, -(-n // rows) - 1)))
-            assert 128 <= rows <= n
-            assert taken <= workspace_mib * 2**20
-            assert rows == n or in_fewer + 8 * 2**20 > workspace_mib * 2**20  # 8: small vectors
-    assert any(planned)
-    assert all(planned) or workspace_mib <= 100
+@together()
+def test_adversarial_rows(unbiased, device):
+    """All mass on one entry (target or not), uniform rows, two ties, logits of ±1e4, and one NaN row alone."""
+    dim, vocab = 32, 600
+    c = torch.zeros(vocab, dim)
+    c[torch.arange(vocab), torch.arange(vocab) % (dim - 2)] = 1.0
+    c[7, dim - 2], c[[8, 9], dim - 1] = 100.0, 100.0
+    e = torch.zeros(8, dim)
+    e[0, dim - 2] = e[1, dim - 2] = 1.0  # entry 7 has it all: the target of row 0, not of row 1
+    e[2, dim - 1] = 1.0  # entries 8 and 9 share it
+    e[3, dim - 2], e[4, dim - 2] = 100.0, -100.0  # logits ±1e4; rows 5 and 6 uniform
+    e[7] = torch.nan
+    targets = torch.tensor([7, 3, 8, 3, 7, 0, IGNORE, 1])
+    leaves = [x.to(device, BF16).requires_grad_() for x in (e, c)]
+    rows = linear_cross_entropy(*leaves, targets.to(device), filter_eps=2.0**-6, filter_unbiased=unbiased,
+                                reduction="none")  # fmt: skip
+    assert rows.isnan().tolist() == [False] * 7 + [True]
+    grads = gradients(rows[:7].sum(), tuple(leaves))
+    whole = in_fp64(*(x.detach().nan_to_num() for x in leaves))
+    options = {"filter_eps": 2.0**-6, "filter_unbiased": unbiased, "reduction": "none"}
+    want = gradients(reference_linear_cross_entropy(*whole, targets.to(device), **options)[0][:7].sum(), tuple(whole))
+    torch.testing.assert_close(grads[0][:7].double(), want[0][:7], rtol=2e-2, atol=2e-2)
+    if not grads[1].isnan().any():  # 0 · NaN is NaN in a product over rows, as in any other loss
+        torch.testing.assert_close(grads[1].double(), want[1], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("n_rows", "dim", "vocab"), [(256, 2048, 256000), (1024, 2048, 256000), (16384, 1024, 131072)])
-def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
-    pytest.importorskip("triton")
-    from cce_kernels.filter.select import empty_lists
+@devices
+@together()
+def test_no_mass_may_be_dropped(device):
+    """filter_mass=0 drops nothing: the result has the same bits as without a filter."""
+    e, c, targets, _ = drawn(Filtered("exact"), BF16, device)
+    with_filter = linear_cross_entropy(e, c, targets, filter_eps=2.0**-6, filter_mass=0)
+    without = linear_cross_entropy(e, c, targets)
+    assert torch.equal(with_filter, without)
+    for a, b in zip(gradients(with_filter, (e, c)), gradients(without, (e, c)), strict=True):
+        assert torch.equal(a, b)
 
-    o = Options(filter_eps=2.0**-12, filter_unbiased=True)
-    kept = empty_lists(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)
-    assert sum(x.nbytes for x in kept) <= _state_bytes(n_rows, dim, vocab, 65536, o)
+
+IF_FASTER: dict[str, dict[str, Any]] = {
+    "preset": {"preset": "cce_filter"},
+    "mass": PRESETS["cce_filter"] | {"filter_mass": 0.9},
+    "dropped": PRESETS["paper/cce_kahan"] | {"filter_if_faster": True},
+}
 
 
-def test_lists_are_no_longer_than_their_places_can_say():
-    """Places have 32 bits. Beyond that the lists overflow, as they do if memory is short."""
-    problem = Problem(5_000_000, 64, 256_000, BF16, BF16, BF16, False, False, False)
-    capacity = plan(problem, 132, Options(filter_eps=2.0**-10, workspace_mib=400_000)).capacity
-    assert 2**30 < capacity < 2**31
+@devices_with("with_bias", [False, True], [False])
+@together()
+def test_a_filter_that_would_not_be_faster_is_left_out(with_bias, device):
+    """On a problem too small for a filter, each of them has the bits of cce_kahan and says that it is exact.
+
+    This holds for a second backward pass, too. Without filter_if_faster the call filters.
+    """
+    e, c, targets, bias = drawn(Filtered("small", shape=SMALL, bias=with_bias), BF16, device)
+    inputs = (e, c) if bias is None else (e, c, bias)
+
+    def results(**options: Any) -> tuple[list[Tensor], dict[str, float]]:
+        loss, stats = linear_cross_entropy(e, c, targets, bias=bias, return_stats=True, **options)
+        grads = torch.autograd.grad(loss, inputs, retain_graph=True)
+        return [loss.detach(), *grads, *torch.autograd.grad(loss, inputs)], {k: v.item() for k, v in stats.items()}
+
+    exact, _ = results(preset="cce_kahan")
+    for options in [IF_FASTER["preset"]] if INTERPRETED else IF_FASTER.values():
+        found, stats = results(**options)
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+        assert list(stats.values()) == [1, 0, 0, 0, 1]
+    always, stats = results(**PRESETS["cce_filter"] | {"filter_if_faster": False, "filter_eps": 2.0**-6})
+    assert not torch.equal(always[1], exact[1])
+    assert stats["exact"] == 0
+    assert stats["entries_kept"] < 1
+
+
+@devices
+@pytest.mark.parametrize("unbiased", [False, True])
+@together()
+def test_a_larger_eps_keeps_less(unbiased, device):
+    """A larger eps keeps fewer entries and drops more mass, row by row the same ones and more."""
+    shape = (12, 24, 300) if INTERPRETED else Filtered.shape
+    e, c, targets, _ = drawn(Filtered("monotone", shape=shape), BF16, device)
+    seen = []
+    for eps in (2.0**-10, 2.0**-8, 2.0**-6, 2.0**-4):
+        options = {"filter_eps": eps, "filter_unbiased": unbiased}
+        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **options)
+        gradients(loss, (e, c))
+        seen.append([stats[x].item() for x in ("entries_kept", "dropped_mass_mean", "dropped_mass_max")])
+    kept, *dropped = zip(*seen, strict=True)
+    assert list(kept) == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+    assert all(list(x) == sorted(x) for x in dropped)
+
+
+@devices
+@together()
+def test_the_order_of_the_vocabulary_changes_nothing_else(device):
+    """Another order of the entries changes the order of dC's rows, and nothing else."""
+    e, c, targets, _ = drawn(Filtered("order", shape=SMALL), BF16, device)
+    order = torch.randperm(c.shape[0], generator=torch.Generator().manual_seed(0)).to(device)
+    places = torch.argsort(order)
+    moved = torch.where(targets == IGNORE, IGNORE, places[targets.clamp(min=0)])
+    shuffled = c.detach()[order].requires_grad_()
+    one = gradients(linear_cross_entropy(e, c, targets, filter_eps=2.0**-8), (e, c))
+    other = gradients(linear_cross_entropy(e, shuffled, moved, filter_eps=2.0**-8), (e, shuffled))
+    torch.testing.assert_close(other[0], one[0], rtol=2e-2, atol=1e-5)
+    torch.testing.assert_close(other[1][places], one[1], rtol=2e-2, atol=1e-5)
+
+
+@on("cpu", "cuda")
+def test_the_unbiased_rule_is_right_on_average(device):
+    """Gradients averaged over draws, the same rows at different places, approach the exact ones; a threshold's do
+    not."""
+    n_rows, draws = 16, 256 if device == "cuda" else 64
+    e, c, targets, _ = draw(Case("unbiased", shape=(n_rows,), dim=24, vocab=900, peak=3, dtype=FP32, ignored=0), device)
+    e, c = (x.detach().to(BF16).requires_grad_() for x in (e, c))
+    (exact,) = gradients(linear_cross_entropy(e, c, targets, reduction="sum"), (c,))
+    many = [x.repeat(draws, *[1] * (x.dim() - 1)) for x in (e.detach(), targets)]
+
+    def error_of(**options: Any) -> float:
+        loss = linear_cross_entropy(many[0].requires_grad_(), c, many[1], reduction="sum", **options)
+        return error(gradients(loss, (c,))[0].float() / draws, exact)
+
+    one = linear_cross_entropy(e, c, targets, reduction="sum", filter_eps=2.0**-5, filter_unbiased=True)
+    of_one = error(gradients(one, (c,))[0], exact)
+    of_many = error_of(filter_eps=2.0**-5, filter_unbiased=True)
+    assert of_many < 2 * of_one / draws**0.5 + 3e-3
+    assert error_of(filter_eps=2.0**-5) > of_many  # which more draws make smaller still
+
+
+@kernels
+def test_the_kernels_rank_and_draw_as_the_rule_defines(device):
+    from cce_kernels.filter.draw import draw as drawn_by_kernels
+    from cce_kernels.filter.draw import mean_logits, rank_entries
+
+    random = torch.Generator().manual_seed(0)
+    o = Options(filter_eps=2.0**-8, filter_unbiased=True, logit_scale=-0.3)
+    for n_rows, dim, vocab, most_head, dtype in (
+        (90, 4096, 1500, 16, BF16),
+        (2300, 4096, 517, 16, FP32),
+        (9, 16, 40, 16, torch.float16),
+        (50, 8, 1040, 0, BF16),
+    ):
+        targets = torch.randint(vocab, (n_rows,), generator=random)
+        targets[::7] = -1
+        n_head, n_likely = most_head, 64 if vocab > 1000 else most_head
+        e, c = (torch.randn(size, 72, generator=random).to(dtype)[:, :40] for size in (n_rows, vocab))
+        e[::7] = torch.nan  # rows that do not count
+        c[5] = torch.nan
+        bias = None if dtype == BF16 else torch.randn(vocab, generator=random).to(dtype)
+        mean_z = filter_rule.mean_logits(e, c, bias, targets, o)
+        assert mean_z is not None
+        assert mean_z[5] == 0
+        assert not mean_z.isnan().any()
+        rank, likely = filter_rule.by_likelihood(mean_z, n_likely)
+        if rank is None:
+            n_head = 0
+        else:
+            by_kernels = (rank + 1).to(device), (likely + 1).to(device)
+            listable = torch.full((vocab,), -1, dtype=torch.int16, device=device)
+            on_device = [None if x is None else x.to(device) for x in (e, c, bias, targets)]
+            found_z = mean_logits(*on_device, o)
+            torch.testing.assert_close(found_z.cpu(), mean_z, rtol=1e-6, atol=1e-7)
+            rank_entries(found_z, *by_kernels, n_head, listable)
+            assert torch.equal(by_kernels[0].cpu(), rank)
+            assert torch.equal(by_kernels[1].cpu(), likely)
+            assert torch.equal(torch.where(rank < n_head, 0, -1), listable.cpu().long())
+        rule = Rule(torch.empty(()), filter_rule.seed_of(targets), rank, likely, n_head)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(filter_rule, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
+            there = [None if x is None else x.to(device) for x in (rank, likely)]
+            found = drawn_by_kernels(targets.to(device), dim, vocab, *there, n_head)
+        wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filter_rule.block_rows(dim)
+        for name, want in vars(wanted).items():
+            got = getattr(found, name).cpu()
+            assert got.dtype == want.dtype, name
+            if name == "columns":  # which one stands where none was drawn does not matter
+                got, want = (torch.where(wanted.times > 0, x, -1) for x in (got, want))
+            if name == "place":
+                got, want = (torch.where(wanted.times[block, x.clamp(min=0)] > 0, x, -1) for x in (got, want))
+            assert torch.equal(got, want), name
+
+
+@kernels
+def test_the_kernels_report_is_torchs(device):
+    """For rows that do not count, ties, NaN, nothing dropped, and all exact."""
+    from cce_kernels.filter.figures import filter_figures
+
+    random = torch.Generator().manual_seed(0)
+    for n_rows in (1, 99, 100, 101, 5000):
+        kept = torch.randint(1, 700, (n_rows,), generator=random).float()
+        dropped = torch.rand(n_rows, generator=random) - 1e-3  # sums of parts may fall below 0
+        dropped[::3] = dropped[0]
+        counts = torch.where(torch.rand(n_rows, generator=random) < 0.2, 0, -0.25)
+        broken = dropped.clone()
+        broken[n_rows // 2], counts[n_rows // 2] = torch.nan, torch.nan
+        yes, no = (torch.tensor(x, device=device) for x in (True, False))
+        flag = no.to(torch.int32)
+        for of_rows, exact in ((dropped, no), (broken, flag), (dropped * 0, no), (dropped, yes), (dropped, None)):
+            for counting in (counts, torch.zeros(n_rows)):
+                wanted, found = torch.empty(5), torch.empty(5, device=device)
+                inputs = kept, of_rows, None if exact is None else exact.cpu(), counting
+                filter_rule.filter_figures(wanted, *inputs, 700)
+                filter_figures(found, *(None if x is None else x.to(device) for x in inputs), 700)
+                torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=0, equal_nan=True)
+                assert wanted.isnan().any() or found.cpu()[2:].equal(wanted[2:])
+
+
+@kernels
+def test_the_kernels_row_coefficients_are_torchs(device):
+    """For one gradient or one per row, in any strides.
+
+    Their peak is the largest number among them. NaN rows leave all other rows unchanged.
+    """
+    from cce_kernels import row_math
+    from cce_kernels.triton import row_coefficients
+
+    random = torch.Generator().manual_seed(0)
+    for n_rows in (1, 9000):
+        lse, of_lse = torch.randn(2, n_rows, generator=random)
+        columns = torch.randint(-1, 50, (n_rows,), generator=random)
+        each = torch.randn(n_rows, 3, generator=random)[:, 1]
+        for grad in (torch.tensor(-0.7), torch.tensor(0.5).expand(n_rows), each):
+            for grad_lse, z_loss in ((None, 0.0), (of_lse, 1e-2), (of_lse[:1].expand(n_rows), 0.0)):
+                o = Options(z_loss=z_loss)
+                wanted = row_math.row_coefficients(grad, grad_lse, lse, columns, o)
+                there = [None if x is None else x.to(device) for x in (grad, grad_lse, lse, columns)]
+                found = row_coefficients.row_coefficients(*there, o)
+                for got, want in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(got.cpu(), want.expand(n_rows), rtol=1e-6, atol=1e-6)
+                peak = row_coefficients.Peak.of(*found)
+                assert peak.value.item() == (max(x.abs().max().item() for x in found) or 1)
+                assert all(torch.equal(got, x / peak.value) for got, x in zip((peak.a, peak.b), found, strict=True))
+    lse, columns = torch.zeros(3, device=device), torch.tensor([4, row_math.OUTSIDE, row_math.IGNORED], device=device)
+    a, b = row_coefficients.row_coefficients(torch.tensor(3.0, device=device), None, lse / 0, columns, Options())
+    assert a.nan_to_num(7).tolist() == b.nan_to_num(7).tolist() == [3, 7, 0]
+    peak = row_coefficients.Peak.of(a, b)
+    assert (peak.value.item(), peak.a[0].item(), peak.b[2].item()) == (3, 1, 0)
+
+
+@devices_with("dtype", [BF16, FP32], [BF16, FP32])
+@together()
+def test_likely_entries_are_drawn_from_smaller_groups(dtype, device, monkeypatch):
+    monkeypatch.setattr(filter_rule, "MOST_HEAD", 16)
+    shape = (300, 96, 3000) if device == "cuda" else (70, 24, 1100) if INTERPRETED else (90, 24, 1500)
+    check_filtered(Filtered("likely", UNBIASED, shape, bias=not INTERPRETED), dtype, device)
+
+
+# What is changed in cce_kernels.filter, and a case that then takes a way of its own.
+ALTERED: dict[str, tuple[dict[str, Any], Filtered]] = {
+    "blocks of rows and chunks of columns": (BLOCKS, Filtered("blocks", UNBIASED)),
+    "blocks, fp32 sums": (BLOCKS, Filtered("blocks", UNBIASED | {"accumulate": "fp32", "z_loss": 1e-2})),
+    "several segments": ({"select.EIGHTS": 32, "select.FOUND": 64}, Filtered("segments", UNBIASED, (20, 16, 610))),
+    "lists sorted in parts": ({"gather.list_parts": lambda *_: 4}, Filtered("parts", UNBIASED, (10, 300, 330))),
+    "too few slots": ({"select.SLOTS": 8}, Filtered("slots", UNBIASED, (20, 16, 610), overflows=True)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", ALTERED)
+@together()
+def test_ways_that_small_problems_do_not_take(name, monkeypatch):
+    altered, case = ALTERED[name]
+    for place, value in altered.items():
+        monkeypatch.setattr(f"cce_kernels.filter.{place}", value)
+    check_filtered(case, BF16, "cpu")
+
+
+@interpreted
+@together()
+def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkeypatch):
+    """On CPU tensors the host never knows the lists; here it knows them all."""
+    from cce_kernels.filter import gather
+
+    class Known:
+        def __init__(self, flag):
+            self.is_zero = lambda: flag.item() == 0
+
+    launched, real = [], gather.gradients
+    monkeypatch.setattr(gather, "gradients", lambda *args: launched.append(True) or real(*args))
+    monkeypatch.setattr(gather, "Glance", Known)
+    monkeypatch.setattr(gather, "_launched", gather.Recent(gather.KINDS))
+    e, c, targets, _ = drawn(Filtered("known", shape=SMALL), BF16, "cpu")
+
+    def run(e):
+        launched.clear()
+        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **SHORT)
+        grads = gradients(loss, (e, c))
+        return bool(launched), [*grads, *stats.values()]
+
+    (at_first, found), (again, same) = run(e), run(e)
+    assert (at_first, again) == (True, False)
+    assert all(torch.equal(x, y) for x, y in zip(found, same, strict=True))
+    assert run((e * 0).detach().requires_grad_())[0]  # uniform rows: the lists overflow
+
+
+@interpreted
+def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
+    e, c, targets, _ = drawn(Filtered("operator", shape=(20, 16, 300)), BF16, "cpu")
+    arguments = of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cce_kernels_interpreted.cross_entropy.default, arguments, test_utils=checks)
+
+
+@interpreted
+def test_the_filter_at_a_logit_scale_of_0_drops_all_but_the_target():
+    e, c, targets, _ = drawn(Filtered("scale_0"), BF16, "cpu")
+    loss, stats = linear_cross_entropy(e, c, targets, logit_scale=0.0, filter_eps=2.0**-6, return_stats=True)
+    assert not any(grad.any() for grad in gradients(loss, (e, c)))
+    share = 1 / c.shape[0]
+    assert stats["entries_kept"].item() == pytest.approx(share)
+    assert stats["dropped_mass_mean"].item() == pytest.approx(1 - share)
+
+
+@interpreted
+@together()
+def test_a_default_dtype_of_few_bits_rounds_no_threshold():
+    eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
+    check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)
