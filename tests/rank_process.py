@@ -25,7 +25,7 @@ from forked import ROOT, spawn, start
 from pool import Pool
 
 from linrnn.config import last_of_each
-from linrnn.distributed import patience
+from linrnn.distributed.watch import Watch
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training.execution import compilation
 from linrnn.training.trainer import Trainer
@@ -81,7 +81,7 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
     elif fault == "not_rehearsed":
         _not_rehearsed(rank)
     elif fault in FAULTS:
-        patience.GRACE_SECONDS = 2.0
+        Watch.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
     sys.argv = [script, *overrides]
     with bytes_counted() if fault == "counted" else contextlib.nullcontext():

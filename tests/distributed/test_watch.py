@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import linrnn.distributed.watch
 from linrnn.core.errors import ConfigError, LinrnnError
-from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
-from linrnn.distributed.watch import Failure, SignsOfLife, Watch
+from linrnn.distributed.watch import Failure, Watch
 
 PATIENCE = 100.0
 
@@ -33,13 +32,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def signs(clock: Clock) -> Callable[[int], SignsOfLife]:
+def signs(clock: Clock) -> Callable[[int], Watch]:
     """The signs of a rank of three that share a store."""
     store = dist.HashStore()
-    return lambda rank: SignsOfLife(Launch(rank, world_size=3), store, PATIENCE, clock)
+    return lambda rank: Watch(Launch(rank, world_size=3), store, timedelta(seconds=PATIENCE), clock)
 
 
-def test_a_rank_without_a_new_sign_stands_still(signs: Callable[[int], SignsOfLife], clock: Clock) -> None:
+def test_a_rank_without_a_new_sign_stands_still(signs: Callable[[int], Watch], clock: Clock) -> None:
     ranks = [signs(rank) for rank in range(3)]
     for _ in range(5):
         assert [rank.still() for rank in ranks] == [[], [], []]
@@ -52,14 +51,14 @@ def test_a_rank_without_a_new_sign_stands_still(signs: Callable[[int], SignsOfLi
     assert found[10] == [[2], [2]]
 
 
-def test_a_rank_that_is_still_starting_may_take_its_time(signs: Callable[[int], SignsOfLife], clock: Clock) -> None:
+def test_a_rank_that_is_still_starting_may_take_its_time(signs: Callable[[int], Watch], clock: Clock) -> None:
     first = signs(0)
     for _ in range(50):
         assert first.still() == []
         clock.seconds += PATIENCE / 10
 
 
-def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], SignsOfLife], clock: Clock) -> None:
+def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], Watch], clock: Clock) -> None:
     ranks = [signs(rank) for rank in range(2)]
     for _ in range(3):
         assert [rank.still() for rank in ranks] == [[], []]
@@ -70,7 +69,7 @@ def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], SignsOfLif
     assert [rank.still() for rank in reversed(ranks)] == [[], []]
 
 
-def test_signs_are_given_ten_times_in_the_patience(signs: Callable[[int], SignsOfLife], clock: Clock) -> None:
+def test_signs_are_given_ten_times_in_the_patience(signs: Callable[[int], Watch], clock: Clock) -> None:
     rank, other = signs(0), signs(1)
     for _ in range(1000):  # looks in 100 s
         rank.still()
@@ -92,10 +91,10 @@ def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
         monkeypatch.setattr(linrnn.distributed.watch, "_BOOT", tmp_path / str(rank))
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda process=process: process)
-            watches.append(Watch(Launch(rank, world_size=2), store, timedelta(seconds=PATIENCE)))
+            watches.append(Watch(Launch(rank, world_size=2), store, timedelta(seconds=PATIENCE)).start())
     first, second = watches
     try:
-        assert first.wait_for_failure(4 * patience.POLL_SECONDS) is None
+        assert first.wait_for_failure(4 * Watch.POLL_SECONDS) is None
         assert first.dead() == []
     finally:
         second.end()
@@ -107,8 +106,8 @@ def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(
 ) -> None:
     exit_codes: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(os, "_exit", exit_codes.put)
-    monkeypatch.setattr(patience, "GRACE_SECONDS", 0.0)
-    watch = Watch(Launch(0, world_size=2), dist.HashStore(), timedelta(seconds=PATIENCE))
+    monkeypatch.setattr(Watch, "GRACE_SECONDS", 0.0)
+    watch = Watch(Launch(0, world_size=2), dist.HashStore(), timedelta(seconds=PATIENCE)).start()
 
     def fail(error: LinrnnError) -> None:
         raise ConfigError("no such step", "choose another")

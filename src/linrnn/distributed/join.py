@@ -12,7 +12,6 @@ import torch.distributed as dist
 from linrnn.config.schema import DistributedConfig, ParallelConfig
 from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError, described
 from linrnn.core.interrupts import install, restore
-from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.ranks import DistributedRanks, Ranks
 from linrnn.distributed.watch import Failure, Watch
@@ -40,7 +39,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     backend = _claim_device(launch, device)
     timeout = timedelta(seconds=parallel.timeout_seconds)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    watch = Watch(launch, store.clone(), timeout)
+    watch = Watch(launch, store.clone(), timeout).start()
     try:
         with _signals(watch):
             dist.init_process_group(
@@ -83,7 +82,7 @@ def _signals(watch: Watch) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if watch.when_lost is None:
-            if failure := watch.wait_for_failure(patience.NOTICE_SECONDS):
+            if failure := watch.wait_for_failure(watch.NOTICE_SECONDS):
                 raise failure.error()
             raise InterruptedRun("interrupted; no checkpoint was written", "run the same command again", number)
 
@@ -104,7 +103,7 @@ def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error:
         if same or (not mine and store.add(_REPORTED, 1) > 1):
             error = SystemExit(recorded.exit_code)
     if mine and not watch.patient:
-        time.sleep(patience.NOTICE_SECONDS)  # other ranks read the cause before this process closes the connections
+        time.sleep(watch.NOTICE_SECONDS)  # other ranks read the cause before this process closes the connections
     else:
         _leave(watch, store, Launch(ranks.rank, world_size=ranks.world_size))
     return error
@@ -122,10 +121,10 @@ def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:
     """Wait until every rank is here or dead. After a failure, wait no longer than the grace time."""
     with contextlib.suppress(RuntimeError, OSError):  # the rank that held the store has left
         store.add(_LEFT, 1)
-        until = time.monotonic() + patience.GRACE_SECONDS
+        until = time.monotonic() + watch.GRACE_SECONDS
         while store.add(_LEFT, 0) + len(watch.dead()) < launch.world_size:
             if watch.failure and not watch.patient and time.monotonic() > until:
                 return
-            time.sleep(patience.POLL_SECONDS / 4)
+            time.sleep(watch.POLL_SECONDS / 4)
         if launch.rank == 0:
-            time.sleep(patience.POLL_SECONDS)  # the store may go with this process
+            time.sleep(watch.POLL_SECONDS)  # the store may go with this process

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linrnn.config.schema import DistributedConfig, FsdpConfig, VocabConfig
 from linrnn.core.errors import LinrnnError, RankFailedError, first_line
-from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
 from linrnn.models.build import Part
@@ -173,7 +172,7 @@ class DistributedRanks(Ranks):
         while not self._store.check([_FIRST]):
             if failure := self._watch.failure:
                 raise failure.error()
-            time.sleep(patience.POLL_SECONDS)
+            time.sleep(self._watch.POLL_SECONDS)
         return prepare()
 
     def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
@@ -185,7 +184,7 @@ class DistributedRanks(Ranks):
     def explain(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             return error
-        if (failure := self._watch.wait_for_failure(patience.GRACE_SECONDS / 2)) and failure.rank != self.rank:
+        if (failure := self._watch.wait_for_failure(self._watch.GRACE_SECONDS / 2)) and failure.rank != self.rank:
             return failure.error()
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
             return RankFailedError(

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.core.output import say
-from linrnn.distributed import patience
 from linrnn.distributed.launch import Launch
 
 _FAILURE, _PROCESS, _ALIVE = "failure", "process", "alive"
@@ -45,7 +44,11 @@ class Failure:
 
 
 class Watch:
-    """A thread that notices the failure of another rank, and ends this process if it hangs because of that.
+    """Notices the failure of another rank, and ends this process if it hangs because of that. :meth:`start` starts it.
+
+    Args:
+        timeout: a rank without a sign of life for so long stands still.
+        clock: gives the time in seconds.
 
     Attributes:
         failure: the first known failure of any rank.
@@ -53,18 +56,30 @@ class Watch:
         patient: whether this rank is known not to hang.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store, timeout: timedelta) -> None:
+    POLL_SECONDS = 0.2  # between looks at the store and the processes of this machine
+    NOTICE_SECONDS = 5 * POLL_SECONDS  # after this time every rank knows of a failure
+    GRACE_SECONDS = 10.0  # a rank's time to end by itself after another has failed; torchrun kills it after 30
+
+    def __init__(
+        self, launch: Launch, store: dist.Store, timeout: timedelta, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.failure: Failure | None = None
         self.when_lost: Callable[[LinrnnError], None] | None = None
         self.patient = False
-        self._store, self._machine = store, _machine()
+        self._rank, self._store, self._machine = launch.rank, store, _machine()
         self._others = [rank for rank in range(launch.world_size) if rank != launch.rank]
         self._neighbours: dict[int, int] = {}  # process ids of the other ranks, 0 on other machines
-        self._signs = SignsOfLife(launch, store, timeout.total_seconds())
+        self._timeout, self._clock = timeout.total_seconds(), clock
+        self._signs: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when this process first read it
+        self._looked = clock() - self._timeout
         self._noticed, self._ended = threading.Event(), threading.Event()
         store.set(f"{_PROCESS}/{launch.rank}", json.dumps([self._machine, os.getpid()]))
         self._thread = threading.Thread(target=self._run, name="linrnn-ranks", daemon=True)
+
+    def start(self) -> "Watch":
+        """Start the thread that looks at the other ranks until :meth:`end`."""
         self._thread.start()
+        return self
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """The first known failure, after waiting for one at most so long."""
@@ -80,18 +95,38 @@ class Watch:
         """Ranks of this machine whose processes are gone."""
         return [rank for rank, process in self._neighbours.items() if process and not _alive(process)]
 
+    def still(self) -> list[int]:
+        """Give a sign of life, and find the ranks without a new one for so long; both ten times in that time.
+
+        A rank that has not given its first sign yet may still be starting. If this process itself stood still, the ages
+        of all signs begin anew: a scheduler may have stopped all ranks at once.
+        """
+        now, since = self._clock(), self._clock() - self._looked
+        if since < self._timeout / _SIGNS:
+            return []
+        self._looked = now
+        if since > self._timeout / 2:
+            self._signs.clear()
+        self._store.add(f"{_ALIVE}/{self._rank}", 1)
+        for rank in self._others:
+            if self._store.check([key := f"{_ALIVE}/{rank}"]):
+                number = self._store.get(key)
+                if self._signs.get(rank, (b"", 0.0))[0] != number:
+                    self._signs[rank] = number, now
+        return [rank for rank, (_, read) in self._signs.items() if now - read >= self._timeout]
+
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while self.failure is None and not self._ended.wait(patience.POLL_SECONDS):
+        while self.failure is None and not self._ended.wait(self.POLL_SECONDS):
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process that held the store is gone
                 self._notice(Failure(0, "the process that joins the ranks is gone", "see its output", 1))
-        if self._ended.wait(patience.GRACE_SECONDS) or self.failure is None or self.patient:
+        if self._ended.wait(self.GRACE_SECONDS) or self.failure is None or self.patient:
             return
         error = self.failure.error()
         try:
@@ -112,50 +147,14 @@ class Watch:
                 self._neighbours[rank] = process if machine == self._machine else 0
         for rank in self.dead():
             self.record(Failure(rank, "its process has died", "see its output and the system's log", 1))
-        for rank in self._signs.still():
-            cause = f"its process stands still: no sign of life for {self._signs.patience:g} s"
+        for rank in self.still():
+            cause = f"its process stands still: no sign of life for {self._timeout:g} s"
             self.record(Failure(rank, cause, "see whether it was stopped, and whether its machine answers", 1))
 
     def _notice(self, failure: Failure) -> Failure:
         self.failure = self.failure or failure
         self._noticed.set()
         return self.failure
-
-
-class SignsOfLife:
-    """Counts up this rank's number in the store, and tells which ranks' numbers stay the same.
-
-    A rank that has not given its first sign yet may still be starting. If this process itself stood still, the ages of
-    all signs begin anew: a scheduler may have stopped all ranks at once.
-
-    Args:
-        patience: seconds without a new sign after which a rank stands still.
-        clock: gives the time in seconds.
-    """
-
-    def __init__(
-        self, launch: Launch, store: dist.Store, patience: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.patience = patience
-        self._launch, self._store, self._clock = launch, store, clock
-        self._latest: dict[int, tuple[bytes, float]] = {}  # rank → its number, and when this process first read it
-        self._looked = clock() - patience
-
-    def still(self) -> list[int]:
-        """Ranks without a new sign for `patience` seconds. Signs are given and read ten times in that time."""
-        now, since = self._clock(), self._clock() - self._looked
-        if since < self.patience / _SIGNS:
-            return []
-        self._looked = now
-        if since > self.patience / 2:
-            self._latest.clear()
-        self._store.add(f"{_ALIVE}/{self._launch.rank}", 1)
-        for rank in range(self._launch.world_size):
-            if rank != self._launch.rank and self._store.check([key := f"{_ALIVE}/{rank}"]):
-                number = self._store.get(key)
-                if self._latest.get(rank, (b"", 0.0))[0] != number:
-                    self._latest[rank] = number, now
-        return [rank for rank, (_, read) in self._latest.items() if now - read >= self.patience]
 
 
 def _machine() -> str:
