@@ -125,13 +125,13 @@ def test_the_traceback_is_there_for_the_asking(command_here: Command) -> None:
 def test_a_full_disk_ends_the_run_with_its_cause(
     small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from linrnn.training.checkpoint import write
+    from linrnn.training import checkpointer
 
     def no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     trainer = Trainer(load_config(small()))
-    monkeypatch.setattr(write, "save_file", no_space)
+    monkeypatch.setattr(checkpointer, "save_file", no_space)
     with pytest.raises(StorageError, match="No space left") as error:
         trainer.fit()
     assert error.value.exit_code == 7

@@ -21,8 +21,10 @@ from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, Stor
 from linrnn.core.interrupts import StopRequest, heeded
 from linrnn.data import check_validation
 from linrnn.runs.metrics import read_jsonl
+from linrnn.training import checkpointer
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import foreseen_bytes, found, write
+from linrnn.training.checkpoint import found
+from linrnn.training.checkpointer import foreseen_bytes
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
@@ -274,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "sync", full)
+    monkeypatch.setattr(checkpointer, "sync", full)
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
     trainer.step = 497
     with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):

@@ -22,7 +22,7 @@ from linrnn.config.cli import one_line
 from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError
 from linrnn.training import checkpoint
-from linrnn.training.checkpoint.format import read_state, write_state
+from linrnn.training.checkpoint import read_state, write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]

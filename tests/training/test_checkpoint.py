@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from linrnn.core.errors import ConfigError, DataError, StorageError
-from linrnn.training import checkpoint
-from linrnn.training.checkpoint import format, write
+from linrnn.training import checkpoint, checkpointer
 
 
 def build(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -49,7 +48,7 @@ def progress(number: int) -> checkpoint.Progress:
 
 def saved(root: Path, *steps: int, keep: int = 9) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = build()
-    saver = checkpoint.Checkpointer(root, keep)
+    saver = checkpointer.Checkpointer(root, keep)
     for number in steps:
         saver.save(progress(number), model, optimizer, "seed: 0\n")
     saver.wait()
@@ -57,7 +56,7 @@ def saved(root: Path, *steps: int, keep: int = 9) -> tuple[nn.Module, torch.opti
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {**format.model_tensors(model), **format.optimizer_tensors(model, optimizer)}
+    return {**checkpoint.model_tensors(model), **checkpoint.optimizer_tensors(model, optimizer)}
 
 
 def test_model_optimizer_progress_and_generators_come_back(tmp_path: Path) -> None:
@@ -83,14 +82,14 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, monkeyp
     """Training continues while a checkpoint is written."""
     model, optimizer = build()
     expected = {name: tensor.clone() for name, tensor in values(model, optimizer).items()}
-    may_write, original = threading.Event(), write.write
+    may_write, original = threading.Event(), checkpointer.write
 
     def slowly(*arguments: object) -> None:
         may_write.wait()
         original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(write, "write", slowly)
-    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    monkeypatch.setattr(checkpointer, "write", slowly)
+    saver = checkpointer.Checkpointer(tmp_path, keep=2)
     saver.save(progress(1), model, optimizer, "")
     step(model, optimizer)
     assert checkpoint.found(tmp_path) == [], "it is not there before it is whole"
@@ -107,7 +106,7 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None
     (tmp_path / "step_00000009.partial/tensors").mkdir(parents=True)
     saved(tmp_path, 1, 2, 3, 4, keep=2)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000003", "step_00000004"]
-    checkpoint.Checkpointer(tmp_path, keep=2).remove_partial()
+    checkpointer.Checkpointer(tmp_path, keep=2).remove_partial()
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -117,7 +116,7 @@ def test_damaged_checkpoints_beyond_the_resumed_step_do_not_crowd_out_good_ones(
         (tmp_path / f"step_{number:08d}" / "rng.safetensors").write_bytes(b"")
     newest = checkpoint.newest(tmp_path)
     assert newest == tmp_path / "step_00000002"
-    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    saver = checkpointer.Checkpointer(tmp_path, keep=2)
     saver.begin_at(2)
     for number, kept in ((5, [2, 5]), (9, [5, 9])):
         saver.save(progress(number), model, optimizer, "seed: 0\n")
@@ -127,7 +126,7 @@ def test_damaged_checkpoints_beyond_the_resumed_step_do_not_crowd_out_good_ones(
 
 
 def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "FILE_BYTES", 200)
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", 200)
     model, optimizer = saved(tmp_path, 1)
     [path] = checkpoint.found(tmp_path)
     files = list((path / checkpoint.TENSORS).iterdir())
@@ -180,7 +179,7 @@ def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = build()
-    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    saver = checkpointer.Checkpointer(tmp_path, keep=2)
     saver.save(progress(1), model, optimizer, "")
     saver.wait()
     with monkeypatch.context() as patch:
@@ -218,7 +217,7 @@ def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(
 ) -> None:
     done: list[str] = []
     rename = Path.rename
-    monkeypatch.setattr(write, "sync", lambda path: done.append(path.name))
+    monkeypatch.setattr(checkpointer, "sync", lambda path: done.append(path.name))
     monkeypatch.setattr(Path, "rename", lambda self, target: (done.append("renamed"), rename(self, target))[1])
     saved(tmp_path, 1)
     [path] = checkpoint.found(tmp_path)

@@ -13,7 +13,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.costs.flops import update_flops
 from linrnn.experiments.breakdown import markdown, measure
-from linrnn.training.checkpoint import foreseen_bytes
+from linrnn.training.checkpointer import foreseen_bytes
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
 

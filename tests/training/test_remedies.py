@@ -14,7 +14,7 @@ from linrnn.config import last_of_each, load_config
 from linrnn.core.errors import LinrnnError
 from linrnn.experiments.points import foresee
 from linrnn.training import checkpoint, plan
-from linrnn.training.checkpoint.format import read_state, write_state
+from linrnn.training.checkpoint import read_state, write_state
 from linrnn.training.plan import lighter, make_training_plan
 from linrnn.training.runtime import resolve_precision
 

@@ -57,10 +57,10 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a second every time. All steps, and the host's work between them, are counted once."""
-    from linrnn.training import checkpoint
+    from linrnn.training import checkpointer
     from linrnn.training import trainer as module
 
-    evaluate, save = module.evaluate, checkpoint.Checkpointer.save
+    evaluate, save = module.evaluate, checkpointer.Checkpointer.save
     paused = 0.0
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
         return call
 
     monkeypatch.setattr(module, "evaluate", slowly(evaluate))
-    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(save))
+    monkeypatch.setattr(checkpointer.Checkpointer, "save", slowly(save))
     starts: list[float] = []
     step = Trainer.train_step
 

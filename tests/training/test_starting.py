@@ -17,8 +17,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
-from linrnn.training.checkpoint import found
-from linrnn.training.checkpoint.format import checksums, read_state, write_state
+from linrnn.training.checkpoint import checksums, found, read_state, write_state
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]

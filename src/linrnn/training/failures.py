@@ -2,10 +2,10 @@
 
 | what came | status | who says so |
 |---|---|---|
-| a signal (Ctrl-C, SIGTERM, …) | interrupted | `Trainer._heed`, with a checkpoint: :func:`interrupted` |
+| a signal (Ctrl-C, SIGTERM, …) | interrupted | `Trainer._heed`, with a checkpoint |
 | a second signal | interrupted | KeyboardInterrupt, at once |
 | a loss or a gradient that is not finite | diverged | `RunLog.write`, `Evaluation.check_finite` |
-| memory ran out | out_of_memory | :func:`out_of_memory_error`, before the run :func:`while_built` |
+| memory ran out | out_of_memory | :func:`explained`, before the run :func:`while_built` |
 | a model or its kernels cannot run here | unsupported | `linrnn.models.explain_refusal` |
 | another rank failed | that rank's | `Ranks.explain`, `linrnn.distributed.watch` |
 | all else, such as a full disk | failed | the error itself |
@@ -19,9 +19,7 @@ from linrnn.core.errors import (
     DivergedError,
     InterruptedRun,
     LinrnnError,
-    OutOfMemoryError,
     RankFailedError,
-    SharedGpuFullError,
     accessed_illegally,
     first_line,
     out_of_memory,
@@ -33,21 +31,6 @@ from linrnn.models.architecture import Architecture
 from linrnn.runs.summary import memory_lines, status_of
 from linrnn.training.plan import Plan, lighter
 from linrnn.training.run_log import RunLog
-
-
-def concerns_all_ranks(failure: BaseException | None) -> bool:
-    """Whether every rank ends at this very step for the same reason."""
-    return failure is None or isinstance(failure, InterruptedRun | DivergedError)
-
-
-def interrupted(step: int, plan: Plan, signal_number: int, *, in_validation: bool) -> InterruptedRun:
-    """The error of a run that a signal has stopped, after its checkpoint is written."""
-    where = "in the validation after" if in_validation else "at"
-    return InterruptedRun(
-        f"interrupted {where} step {step} of {plan.total_steps}; checkpoint written",
-        "run the same command again to continue",
-        signal_number,
-    )
 
 
 @contextlib.contextmanager
@@ -83,34 +66,26 @@ def explained(
     if isinstance(error, DivergedError):
         return "diverged", error
     failure = ranks.explain(error)
-    if not isinstance(failure, RankFailedError):
-        if ran_out_of_memory(error):
-            failure = out_of_memory_error(error, where, plan, architecture, log)
-        elif unsupported := explain_refusal(error, plan.config.model):
-            return "unsupported", unsupported
-        elif failure is error and accessed_illegally(error):
-            failure = illegal_access(error, where)
-        else:
-            return "failed", failure
-    assert isinstance(failure, LinrnnError)
-    return status_of(failure.exit_code), failure
+    if isinstance(failure, RankFailedError):
+        return status_of(failure.exit_code), failure
+    if ran_out_of_memory(error):
+        _print_memory(plan, architecture, log)
+        full = out_of_memory(f"out of memory {where}: {first_line(error)}", f"try {lighter(plan.config)}")
+        return status_of(full.exit_code), full
+    if unsupported := explain_refusal(error, plan.config.model):
+        return "unsupported", unsupported
+    if failure is error and accessed_illegally(error):
+        failure = LinrnnError(  # CUDA reports the access at a later call
+            f"a GPU kernel accessed memory that is not its own, {where} or just before ({first_line(error)})",
+            "CUDA_LAUNCH_BLOCKING=1 HYDRA_FULL_ERROR=1 shows the call; scripts/check_recurrence.py compares FLA's "
+            "kernels with plain torch; try another version of Triton or larger heads",
+        )
+        failure.__cause__ = error
+    return "failed", failure
 
 
-def illegal_access(error: BaseException, where: str) -> LinrnnError:
-    """The error that says how to find the kernel. CUDA reports the access at a later call."""
-    explanation = LinrnnError(
-        f"a GPU kernel accessed memory that is not its own, {where} or just before ({first_line(error)})",
-        "CUDA_LAUNCH_BLOCKING=1 HYDRA_FULL_ERROR=1 shows the call; scripts/check_recurrence.py compares FLA's kernels "
-        "with plain torch; try another version of Triton or larger heads",
-    )
-    explanation.__cause__ = error
-    return explanation
-
-
-def out_of_memory_error(
-    error: BaseException, where: str, plan: Plan, architecture: Architecture, log: RunLog
-) -> OutOfMemoryError | SharedGpuFullError:
-    """Print the measured components and the formulas' estimate. Return the error that names what to lower."""
+def _print_memory(plan: Plan, architecture: Architecture, log: RunLog) -> None:
+    """Print the components of the memory that ran out, measured and by formulas."""
     estimate = plan.memory_estimate(architecture)
     foreseen = plan.training_state(architecture) if estimate is None else estimate.components()
     for line in (
@@ -121,4 +96,3 @@ def out_of_memory_error(
         *([] if estimate else ["  all else: unknown"]),
     ):
         log.line(line)
-    return out_of_memory(f"out of memory {where}: {first_line(error)}", f"try {lighter(plan.config)}")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from linrnn.config.schema import FallingConfig, MuonConfig, OptimizerConfig, ScheduleConfig, WsdConfig
 from linrnn.core.errors import ConfigError
@@ -119,16 +120,35 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW that updates a rank's own rows. The moments of a DTensor are DTensors, as in torch's.
+    """torch.optim.AdamW that updates a rank's own rows. The moments of a DTensor are DTensors, as in torch's."""
 
-    `_init_group` fills the lists of tensors that torch's step works on (torch 2.11 to 2.13).
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(own_rows, tensors)
-        return has_complex
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        if closure is not None:
+            raise ValueError("AdamW takes no closure")
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not (state := self.state[parameter]):
+                    state["step"] = torch.zeros((), device=own_rows(parameter).device if group["fused"] else "cpu")
+                    state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+            states = [self.state[parameter] for parameter in parameters]
+            adamw(
+                [own_rows(parameter) for parameter in parameters],
+                [own_rows(parameter.grad) for parameter in parameters],
+                *([own_rows(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")),
+                [],
+                [state["step"] for state in states],
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 @torch.no_grad()

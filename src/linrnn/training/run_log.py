@@ -359,7 +359,11 @@ class RunLog:
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
         if self._ranks.is_first:
-            self.write_summary(step, lost_summary(self._plan, self._directory, step, failure))
+            plan, directory, status = self._plan, self._directory, status_of(failure.exit_code)
+            reason = (status, failure.cause, command_line())
+            summary = summary_without_figures(plan.config, directory.path.name, *reason, world_size=plan.world_size)
+            done = {"steps": step, "tokens": step * plan.tokens_per_step, "started": directory.started}
+            self.write_summary(step, summary | done)
 
     def summary(
         self,
@@ -421,10 +425,3 @@ class RunLog:
             "data_fingerprint": self._data.fingerprint,
             "command": command_line(),
         }
-
-
-def lost_summary(plan: Plan, directory: RunDirectory, step: int, failure: LinrnnError) -> dict[str, Any]:
-    """The summary of a run whose first rank waits in vain for a rank that has failed."""
-    name, status, ranks = directory.path.name, status_of(failure.exit_code), plan.world_size
-    summary = summary_without_figures(plan.config, name, status, failure.cause, command_line(), world_size=ranks)
-    return summary | {"steps": step, "tokens": step * plan.tokens_per_step, "started": directory.started}

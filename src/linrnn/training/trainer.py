@@ -14,7 +14,7 @@ import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import StorageError, ran_out_of_memory
+from linrnn.core.errors import DivergedError, InterruptedRun, StorageError, ran_out_of_memory
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import seconds_since_start
@@ -28,6 +28,7 @@ from linrnn.profiling import LossAndStats, LossObserver, forward_backward
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
+from linrnn.training.checkpointer import Checkpointer, check_room, foreseen_bytes
 from linrnn.training.evaluation import Evaluation, evaluate
 from linrnn.training.execution import compilation
 from linrnn.training.execution.cuda_graph import GraphedPasses
@@ -85,7 +86,7 @@ class Trainer:
         with failures.while_built(config):
             self._build(weights)
         self._notes.append(memory_note)
-        self.checkpointer = checkpoint.Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
+        self.checkpointer = Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
         parts = (self.architecture, self.data, self.model, self.optimizer)
         self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
 
@@ -156,8 +157,8 @@ class Trainer:
         trainer, where_it_begins, room = self.config.trainer, self.resume(), None
         self._config_yaml = to_yaml(self.config)
         if self.ranks.is_first:
-            size = checkpoint.foreseen_bytes(self.model.hf, self.optimizer)
-            room = checkpoint.check_room(trainer, self.directory, size, steps=self.plan.total_steps - self.step)
+            size = foreseen_bytes(self.model.hf, self.optimizer)
+            room = check_room(trainer, self.directory, size, steps=self.plan.total_steps - self.step)
         self.log.begin(closing, self.step, self.continues, self._config_yaml)
         self.checkpointer.remove_partial()
         if where_it_begins:
@@ -217,7 +218,7 @@ class Trainer:
             status, failure = failures.explained(error, where, self.ranks, self.plan, self.architecture, self.log)
         if self._graphed is not None:
             self._graphed.drop()
-        together = failures.concerns_all_ranks(failure)
+        together = failure is None or isinstance(failure, InterruptedRun | DivergedError)  # at this very step
         if together or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
             try:
                 self.checkpointer.wait()  # the last good checkpoint may still be being written
@@ -399,6 +400,11 @@ class Trainer:
         if signal_number:
             self.save()
             self.checkpointer.wait()
-            raise failures.interrupted(self.step, self.plan, int(signal_number), in_validation=self._validating)
+            where = "in the validation after" if self._validating else "at"
+            raise InterruptedRun(
+                f"interrupted {where} step {self.step} of {self.plan.total_steps}; checkpoint written",
+                "run the same command again to continue",
+                int(signal_number),
+            )
         if due:
             self.save()
