@@ -11,8 +11,8 @@ from data_helpers import markov_config, sentences, text_config, write_jsonl, wri
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+import linrnn.data.prepare
 import linrnn.data.shards
-import linrnn.data.tokenise
 from linrnn.config.schema import LossConfig
 from linrnn.data import BatchesOnce, PreparedData, prepare
 from linrnn.data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linrnn.data.tokenise, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(linrnn.data.prepare, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(linrnn.data.shards, "SHARD_TOKENS", 900)
 
 

@@ -4,14 +4,11 @@ import contextlib
 import json
 import lzma
 import os
-import re
 import secrets
 from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import DataError, first_line
-
-LEFT_SECONDS = 86_400  # a write takes seconds: an unfinished one of this age was killed
 
 
 def write_text(path: Path, text: str) -> None:
@@ -30,12 +27,8 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins.
-
-    Processes on several hosts may have the same id, so the name beside the file is also random. A killed process leaves
-    such a file. It goes when `path` is written :data:`LEFT_SECONDS` later.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # hosts that share the disk share process ids
     try:
         with open(beside, "xb") as file:
             file.write(content)
@@ -46,22 +39,6 @@ def write_bytes(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
-    _remove_leftovers(path)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes of any host left when they wrote `path`.
-
-    Their age shows that they are leftovers. A process id would say nothing about another host, and not every file
-    system shares its locks between hosts. The age is read by the file system's clock.
-    """
-    leftover = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.tmp")
-    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
-        now = path.stat().st_mtime
-        for entry in entries:
-            with contextlib.suppress(OSError):  # another process removes it now, or it belongs to another user
-                if leftover.fullmatch(entry.name) and now - entry.stat().st_mtime > LEFT_SECONDS:
-                    os.unlink(entry.path)
 
 
 def read_json(path: Path, remedy: str = "move the file away, or fetch it again") -> Any:

@@ -3,80 +3,55 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable
+import struct
 from pathlib import Path
 
 SIGN = ".lock"
-_owned: set[tuple[int, int]] = set()  # device and inode of every `.lock` file that this process has locked
+_WRITE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux: the whole file
 
 
 class DirectoryLock:
     """An exclusive lock on a directory. The system releases it when the process ends, in whatever way it ends.
 
-    Two locks are taken:
-
-    * `flock` on the directory decides which object has the lock, also between two objects of one process.
-    * A POSIX record lock on the file `.lock` in the directory lets others ask. `lockf` can test a record lock without
-      taking it, so a test never makes an owner's attempt fail. It also works between the machines of a network file
-      system.
-
-    A process cannot see its own record locks, and it loses one when it closes the file. `_owned` therefore lists them.
+    It is an open file description lock on the file `.lock` in the directory: two objects of one process exclude each
+    other, it works between the machines of a network file system, and the system tells whether it is taken without
+    taking it (Linux: man 2 fcntl, F_OFD_SETLK).
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._descriptors: list[int] = []
+        self._sign = directory / SIGN
+        self._descriptor: int | None = None
 
     def take(self) -> bool:
         """Try to take the lock; return whether this object now has it. The directory must exist.
 
         Raises:
-            OSError: the directory cannot be opened or written.
+            OSError: the file cannot be opened or written.
         """
         with contextlib.ExitStack() as undo:
-            owner = os.open(self._directory, os.O_RDONLY)
-            undo.callback(os.close, owner)
-            if not _locked(lambda: fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)):
-                return False
-            sign = os.open(self._directory / SIGN, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask
-            undo.callback(os.close, sign)
-            if not _locked(lambda: os.lockf(sign, os.F_TLOCK, 0)):
+            descriptor = os.open(self._sign, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WRITE)
+                if not os.path.samestat(os.fstat(descriptor), os.stat(self._sign)):
+                    return False  # an owner has removed the file, and somebody made another
+            except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: removed meanwhile
                 return False
             undo.pop_all()
-        self._descriptors = [sign, owner]
-        _owned.add(_file(sign))
+        self._descriptor = descriptor
         return True
 
     def release(self) -> None:
         """Release the lock. Releasing twice is harmless."""
-        if self._descriptors:
-            _owned.discard(_file(self._descriptors[0]))
-        while self._descriptors:
-            os.close(self._descriptors.pop(0))
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
 
     def taken(self) -> bool:
         """Whether any process, this one included, has the lock. Asking locks nothing."""
         try:
-            if _file(self._directory / SIGN) in _owned:
-                return True
-            sign = os.open(self._directory / SIGN, os.O_RDONLY)
+            with self._sign.open("rb") as sign:
+                found = fcntl.fcntl(sign, fcntl.F_OFD_GETLK, _WRITE)
         except FileNotFoundError:
             return False
-        try:
-            return not _locked(lambda: os.lockf(sign, os.F_TEST, 0))
-        finally:
-            os.close(sign)
-
-
-def _file(which: Path | int) -> tuple[int, int]:
-    stat = os.stat(which)
-    return stat.st_dev, stat.st_ino
-
-
-def _locked(ask: Callable[[], None]) -> bool:
-    """Whether the system granted a lock. Systems refuse in one of two ways."""
-    try:
-        ask()
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+        return struct.unpack_from("h", found)[0] != fcntl.F_UNLCK
