@@ -33,7 +33,7 @@ from linrnn.core.files import write_json, write_text
 from linrnn.core.machine import GIB, slug
 from linrnn.core.output import say
 from linrnn.core.tables import show
-from linrnn.distributed import DistributedRanks, Launch, Ranks, join
+from linrnn.distributed import DistributedRanks, Launch, Ranks, join, under
 from linrnn.distributed.sharding import all_gather, reduce_scatter
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import build_model
@@ -258,7 +258,7 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchConfig, device
     """The loss of one shape. The ranks share tokens and head evenly."""
     shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
     whole = _of_first(make_problem(shape, "peaked", dtype, device, seed=0))
-    here = ranks.under(_parallel("vocab", config))
+    here = under(_parallel("vocab", config), *ranks.joined)
     shards = -(-shape.v // world)
     rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
     tokens = slice(ranks.rank * shape.n // world, (ranks.rank + 1) * shape.n // world)
@@ -369,7 +369,7 @@ def _measure_mode(
     arch, parallel = model.arch, _parallel(mode, config)
     beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
-    spread, world = (Ranks(), 1) if mode == "none" else (ranks.under(parallel), ranks.world_size)
+    spread, world = (Ranks(), 1) if mode == "none" else (under(parallel, *ranks.joined), ranks.world_size)
     replica = spread.spread(model, compute_dtype(precision))
     loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
     optimizer = build_optimizer(model, run.optimizer, device)

@@ -1,20 +1,22 @@
 """`trainer.cuda_graph=true` on several ranks: every replay gathers parameters and sums gradients anew."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from graph_stand_in import Graphs
 from rank_process import curve, summary_of
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
-from linrnn.distributed import Ranks
-from linrnn.distributed.sharding import Replicas, shard
+from linrnn.config.schema import FsdpConfig
+from linrnn.distributed import Launch
+from linrnn.distributed.sharding import ShardedRanks
 from linrnn.losses import build_loss
 from linrnn.models import LanguageModel, build_model
 from linrnn.models.architecture import resolve
@@ -26,15 +28,18 @@ CPU = torch.device("cpu")
 RUN = ("trainer.max_steps=9", "trainer.warmup_measurement_steps=3", "trainer.valid_every=4", "device=cuda")
 
 
-class OneShard(Ranks):
+class OneShard(ShardedRanks):
     """One rank of a sharded model. It remembers whether parameters were gathered when the model was resharded."""
 
-    def __init__(self, model: LanguageModel, replicas: Replicas) -> None:
-        self._model, self._replicas, self.gathered_before = model, replicas, list[bool]()
+    def __init__(self, model: LanguageModel, parallel: FsdpConfig) -> None:
+        nobody: Any = None
+        super().__init__(Launch(), nobody, nobody, timedelta(), parallel)
+        self.spread(model, torch.float32)
+        self.gathered_before = list[bool]()
 
     def reshard(self) -> None:
         self.gathered_before.append(not _is_sharded(self._model))
-        self._replicas.reshard()
+        super().reshard()
         assert _is_sharded(self._model)
 
 
@@ -54,8 +59,7 @@ def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = build_model(arch, device=CPU, dtype=torch.float32, seed=0)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-        ranks = OneShard(model, shard(model, mesh, torch.float32, run.parallel))
+        ranks = OneShard(model, run.parallel)
         step = TrainingStep(
             model, build_optimizer(model, run.optimizer, CPU), random_batch(2, 16, 64, 0), tokens=32, precision="fp32",
             device=CPU, max_grad_norm=1.0, ranks=ranks,

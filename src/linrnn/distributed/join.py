@@ -9,11 +9,11 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from linrnn.config.schema import DistributedConfig, ParallelConfig
+from linrnn.config.schema import DistributedConfig, FsdpConfig, ParallelConfig
 from linrnn.core.errors import InterruptedRun, LinrnnError, RankFailedError, UnsupportedError, described
 from linrnn.core.interrupts import install, restore
 from linrnn.distributed.launch import Launch
-from linrnn.distributed.ranks import DistributedRanks, Ranks
+from linrnn.distributed.ranks import DistributedRanks, Ranks, ReplicatedRanks
 from linrnn.distributed.watch import Failure, Watch
 
 _REPORTED, _LEFT = "reported", "left"
@@ -45,7 +45,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
             dist.init_process_group(
                 backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
-            ranks = DistributedRanks(launch, store, watch, timeout).under(parallel)
+            ranks = under(parallel, launch, store, watch, timeout)
             try:
                 yield ranks
             except BaseException as error:
@@ -54,6 +54,17 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     finally:
         watch.end()
     dist.destroy_process_group()
+
+
+def under(
+    parallel: DistributedConfig, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta
+) -> DistributedRanks:
+    """The ranks, with the method that `parallel` names to distribute a model."""
+    if not isinstance(parallel, FsdpConfig):
+        return ReplicatedRanks(launch, store, watch, timeout)
+    from linrnn.distributed.sharding import ShardedRanks  # half a second to import: only where a model is sharded
+
+    return ShardedRanks(launch, store, watch, timeout, parallel)
 
 
 def _claim_device(launch: Launch, device: str) -> str:

@@ -5,7 +5,6 @@ the same program on their share of every batch. Only rank 0 writes files. :class
 """
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from linrnn.config.schema import DistributedConfig, FsdpConfig, VocabConfig
 from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
@@ -123,16 +120,12 @@ class Ranks:
 
 
 class DistributedRanks(Ranks):
-    """Several processes, joined by :func:`join`."""
+    """Several processes, joined by :func:`linrnn.distributed.join`. `joined` are the arguments, for another method."""
 
     def __init__(self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
-        self._launch, self._store, self._watch, self._timeout = launch, store, watch, timeout
-
-    def under(self, parallel: DistributedConfig) -> "DistributedRanks":
-        """The same processes, with the method that `parallel` names to distribute a model."""
-        joined = (self._launch, self._store, self._watch, self._timeout)
-        return ShardedRanks(*joined, parallel) if isinstance(parallel, FsdpConfig) else ReplicatedRanks(*joined)
+        self._store, self._watch, self._timeout = store, watch, timeout
+        self.joined = launch, store, watch, timeout
 
     def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
         for first in range(0, len(items), self.world_size):
@@ -215,44 +208,6 @@ class ReplicatedRanks(DistributedRanks):
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=False)  # gradients are views of the replica's buckets, which stay
-
-
-class ShardedRanks(DistributedRanks):
-    """Ranks that share one model: parallel=fsdp and parallel=vocab."""
-
-    def __init__(
-        self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta, parallel: FsdpConfig
-    ) -> None:
-        super().__init__(launch, store, watch, timeout)
-        from linrnn.distributed import sharding  # half a second to import: only where a model is sharded
-
-        self._parallel, self._sharding = parallel, sharding
-
-    @functools.cached_property
-    def _mesh(self) -> DeviceMesh:
-        return self._sharding.make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
-
-    @property
-    def part(self) -> Part:
-        return self._sharding.part_of(self._mesh)
-
-    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
-        self._replicas = self._sharding.shard(model, self._mesh, compute, self._parallel)
-        return model
-
-    def copy_first(self, model: nn.Module) -> None:
-        self._replicas.copy_first()
-
-    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
-        return self._replicas.accumulating()
-
-    def reshard(self) -> None:
-        self._replicas.reshard()
-
-    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
-        if not isinstance(self._parallel, VocabConfig):
-            return None
-        return self._mesh.get_group("shard"), self._sharding.vocabulary_shards(vocab_size, self._mesh)
 
 
 class _Replica(DistributedDataParallel):

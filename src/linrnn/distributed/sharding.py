@@ -13,7 +13,9 @@ once. Embedding and head are as large as many blocks and are handled apart:
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.distributed.launch import Launch
+from linrnn.distributed.ranks import DistributedRanks
+from linrnn.distributed.watch import Watch
 from linrnn.models.build import Part, allocate
 
 
@@ -38,7 +43,7 @@ def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConfig) -> "Replicas":
+def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConfig) -> None:
     """Shard `model` (a LanguageModel) over the mesh, in place. Its parameters become DTensors.
 
     Parameters on the meta device get memory for this rank's part, without values
@@ -80,41 +85,49 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConf
     for name, parameter in model.named_parameters():
         if name in marked:
             parameter._no_weight_decay = True
-    return Replicas(model, mesh)
 
 
-class Replicas:
-    """Sums gradients over the groups that each hold a whole model (HSDP), once per optimizer step.
+class ShardedRanks(DistributedRanks):
+    """Ranks that share one model: parallel=fsdp and parallel=vocab.
 
-    FSDP sums the blocks' gradients. This class sums those of embedding and head, as soon as a backward pass has them.
+    Where groups of ranks each hold a whole model (HSDP), their gradients are summed once per optimizer step. FSDP does
+    so for the blocks, and this class for embedding and head, as soon as a backward pass has them.
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
-        self._model, self._mesh, self._accumulating = model, mesh, False
-        self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if mesh.ndim > 1:
-            group = mesh.get_group("replicate")
-            for weight in {model.embedding.weight, model.head_weight}:  # a single one if they are tied
-                weight.register_post_accumulate_grad_hook(lambda weight: self._sum(weight.grad.to_local(), group))
+    def __init__(
+        self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta, parallel: FsdpConfig
+    ) -> None:
+        super().__init__(launch, store, watch, timeout)
+        self._parallel, self._accumulating = parallel, False
 
-    def copy_first(self) -> None:
-        """Give every group the first one's parameters."""
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
+
+    @property
+    def part(self) -> Part:
+        return part_of(self._mesh)
+
+    def spread(self, model: Any, compute: torch.dtype) -> nn.Module:
+        shard(model, self._mesh, compute, self._parallel)
+        self._model, self._gathering = model, [one for one in model.modules() if isinstance(one, FSDPModule)]
         if self._mesh.ndim > 1:
-            for parameter in self._model.parameters():
-                dist.broadcast(parameter.detach().to_local(), group=self._mesh.get_group("replicate"), group_src=0)
+            for weight in {model.embedding.weight, model.head_weight}:  # a single one if they are tied
+                weight.register_post_accumulate_grad_hook(self._sum_over_groups)
+        return model
 
-    def reshard(self) -> None:
-        """Free gathered parameters, those that FSDP keeps for a backward pass among them."""
-        for module in self._gathering:
-            module.reshard()
-
-    def _sum(self, grad: Tensor, group: dist.ProcessGroup) -> None:
+    def _sum_over_groups(self, weight: Any) -> None:
         if not self._accumulating:
-            dist.all_reduce(grad, group=group)
+            dist.all_reduce(weight.grad.to_local(), group=self._mesh.get_group("replicate"))
+
+    def copy_first(self, model: nn.Module) -> None:
+        if self._mesh.ndim > 1:
+            for parameter in model.parameters():
+                rows = parameter.detach().to_local()  # type: ignore[operator]
+                dist.broadcast(rows, group=self._mesh.get_group("replicate"), group_src=0)
 
     @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """For all micro-steps but the last: gradients are summed only within a group."""
+    def accumulating(self, replica: Any) -> Iterator[None]:
         self._accumulating = True
         self._model.set_requires_all_reduce(False)
         try:
@@ -122,6 +135,15 @@ class Replicas:
         finally:
             self._accumulating = False
             self._model.set_requires_all_reduce(True)
+
+    def reshard(self) -> None:
+        for module in self._gathering:  # also those whose parameters wait for a backward pass
+            module.reshard()
+
+    def vocabulary(self, vocab_size: int) -> tuple[dist.ProcessGroup, list[int]] | None:
+        if not isinstance(self._parallel, VocabConfig):
+            return None
+        return self._mesh.get_group("shard"), vocabulary_shards(vocab_size, self._mesh)
 
 
 def _shard_vocabulary(model: Any, mesh: DeviceMesh, by_vocabulary: bool) -> None:
