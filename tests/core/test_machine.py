@@ -289,8 +289,8 @@ def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
 
 
 def test_a_sweep_s_listing_says_unknown(small: Small, tmp_path: Path) -> None:
-    from linrnn.experiments.listing import listing
     from linrnn.experiments.points import Point
+    from linrnn.experiments.sweep import listing
 
     point = Point((), load_config(small()), tmp_path / "run", "label", total_steps=1)
     row = listing([point], load_config(["sweep=mve"], "run_sweep"))[1]

@@ -175,12 +175,7 @@ class FakeProcess:
         self.point = point
         self.started.append((point.ranks, point.config.trainer.batch_size))
 
-    def wait(self) -> None:
-        pass
-
-    kill = wait
-
-    def conclude(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         batch = self.point.config.trainer.batch_size // UNIT[self.point.config.parallel.name]
         summary = write_summary(self.point, "out_of_memory", "rank 1 stopped: out of memory at step 3")
         figures = {"peak_memory_bytes": 9 * 2**20 * batch, "tokens_per_second": 9.0, "tokens_per_second_is": "clock"}

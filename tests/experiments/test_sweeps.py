@@ -19,12 +19,10 @@ import torch
 from linrnn.config import load_config, run_name
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import SHARED_GPU
-from linrnn.experiments import listing as listing_of_sweeps
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.listing import check_inputs, listing
 from linrnn.experiments.points import ANSWERS, START_SECONDS, Point, decisive, foresee, last_told, write_summary
-from linrnn.experiments.sweep import _judge, in_another_process, run_points, slots_of, threads_of
+from linrnn.experiments.sweep import _judge, check_inputs, in_another_process, listing, run_points, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
 from linrnn.training import plan
@@ -360,7 +358,7 @@ def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path:
 def test_points_that_share_a_cpu_or_a_gpu_are_expected_to_take_longer(
     make_points, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing_of_sweeps, "cores", lambda: 8)
+    monkeypatch.setattr(sweep_of_runs, "cores", lambda: 8)
     points = [replace(point, seconds=100.0) for point in make_points(4)]
     config = replace(load_config(["sweep=mve"], "run_sweep"), jobs=4)
     of_ranks = replace(config, jobs=4, sweep=replace(config.sweep, ranks=2))

@@ -245,12 +245,7 @@ def _probe(
             )
         summary = point.summary() or {}
     else:
-        process = Process(point, {})
-        try:
-            process.wait()
-        finally:  # also after Ctrl-C
-            process.kill()
-        summary = process.conclude()
+        summary = Process(point, {}).finish()
     finished = summary["status"] == "finished"  # a CPU lets a probe finish above the budget
     if not finished and summary["status"] != "out_of_memory":
         raise SweepFailure(

@@ -205,20 +205,17 @@ def _foresee(point: Point) -> Point:
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
-    config = point.config
-
-    def refused(error: LinrnnError, here: bool) -> Point:
-        return dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}", refused_here=here)
-
+    config, planned = point.config, False
     try:
-        device = make_training_plan(config).device
+        plan = make_training_plan(config)
+        planned = True  # what is refused from here on depends on this machine
+        check_memory_budget(config.memory_budget_gib, plan.device)
+        check_step_fits(plan, plan.architecture(vocabulary_size(config.data)))
+    except OutOfMemoryError:  # the run itself will give this result
+        pass
     except (UnsupportedError, ConfigError) as error:
-        point = refused(error, isinstance(error, UnsupportedError))
-    else:
-        try:
-            check_memory_budget(config.memory_budget_gib, device)
-        except ConfigError as error:
-            point = refused(error, True)
+        here = planned or isinstance(error, UnsupportedError)
+        point = dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}", refused_here=here)
     try:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
@@ -228,13 +225,6 @@ def _foresee(point: Point) -> Point:
         if point.refusal is None:
             raise
         return point
-    if point.refusal is None:
-        try:
-            check_step_fits(plan, arch)
-        except UnsupportedError as error:
-            point = refused(error, True)
-        except OutOfMemoryError:  # the run itself will give this result
-            pass
     resumes = config.trainer.resume != "never" and bool(found(point.directory / CHECKPOINTS))
     missing = next(iter(inputs_elsewhere(config, resumes=resumes)[0]), None)
     memory = None if estimate is None else estimate.peak
@@ -318,6 +308,14 @@ class Process:
     def last_line(self) -> str:
         """The last line that it printed about its progress or its end."""
         return last_told(self.point.log.read_text(errors="replace", encoding="utf-8"))
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for its end, and return its summary (:meth:`conclude`). An error or Ctrl-C here ends it at once."""
+        try:
+            self.wait()
+        finally:
+            self.kill()
+        return self.conclude()
 
     def conclude(self) -> dict[str, Any]:
         """The summary after the process has ended: the run's own, or one that says how it died. Releases the claim."""
