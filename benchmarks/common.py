@@ -100,7 +100,7 @@ def free(device: torch.device) -> None:
 # ---------------------------------------------------------------------------------------------------------- files
 def begin_run(directory: Path, command: str, config: Any) -> dict[str, Any]:
     """Add a new run to runs.jsonl, and return it: its id, command, configuration and environment."""
-    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"
+    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"  # noqa: TID251  a label
     run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
     _append(directory / "runs.jsonl", [run])
     return run

@@ -1,6 +1,5 @@
 """A disk that fills up, and clocks that jump."""
 
-import ast
 import itertools
 import json
 import os
@@ -129,18 +128,3 @@ def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.M
     again = fitted(small(*options, "group=jumping"))
     assert "resuming at step 6" in (again.directory.path / "train.log").read_text()
     assert losses(again.directory.path) == losses(steady.directory.path)
-
-
-def test_nothing_that_is_measured_or_ordered_asks_the_clock_on_the_wall() -> None:
-    """Dates are for labels alone; durations come from clocks that never jump.
-
-    prepare, overview: the age of files, whose dates are by the wall alone.
-    """
-    allowed = {"dates.py": {"now"}, "prepare.py": {"time"}, "overview.py": {"time"}}
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                wall = (node.value.id == "time" and node.attr in ("time", "time_ns", "localtime")) or (
-                    node.attr in ("now", "today", "utcnow")
-                )
-                assert not wall or node.attr in allowed.get(path.name, set()), f"{path.name}:{node.lineno}"

@@ -5,4 +5,4 @@ from datetime import UTC, datetime
 
 def utc_now() -> str:
     """The current date and time: ISO 8601, UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")  # noqa: TID251

@@ -439,7 +439,7 @@ def _remove_abandoned(cache: Path, report: Report) -> None:
     """Remove what killed preparations left. A living one writes into its directory every few seconds."""
     for partial in cache.glob(f"*{PARTIAL}"):
         with suppress(FileNotFoundError):  # another process has finished or removed it meanwhile
-            if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
+            if time.time() - partial.stat().st_mtime > KEPT_SECONDS:  # noqa: TID251  a file has no other clock
                 report(Progress(f"removing {partial}, which a killed preparation left", finished=True))
                 shutil.rmtree(partial, ignore_errors=True)
 

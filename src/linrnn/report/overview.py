@@ -29,7 +29,7 @@ def overview(group: Path) -> list[str]:
     last = {run: (run / METRICS if (run / METRICS).exists() else run / IDENTITY).stat().st_mtime for run in identities}
     runs = sorted(identities, key=lambda run: (-last[run], run.name))
     columns = ("run", "status", "steps", "loss, nats", "tokens/s", "peak, GiB", "age")
-    rows = [columns, *(_row(run, time.time() - last[run]) for run in runs)]
+    rows = [columns, *(_row(run, time.time() - last[run]) for run in runs)]  # noqa: TID251  ages of files
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     pads = (str.ljust, str.ljust, *[str.rjust] * (len(columns) - 2))
     lines = ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
