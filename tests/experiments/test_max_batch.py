@@ -39,7 +39,7 @@ def searched(truth, forecast, gib: float, max_probes: int, *, finishes: bool = F
         log.append(batch)
         peak = int(truth(batch))
         fits = peak <= gib * GIB
-        return Probe(batch, fits, peak if fits or finishes else None, 100.0 if fits else None, 0)
+        return Probe(batch, fits, peak if fits or finishes else None, 100.0 if fits else None)
 
     foreseen = None if forecast is None else bisect_right(range(1, 9999), gib * GIB, key=forecast)
     return log, search(probe, foreseen, gib * GIB, max_probes)
@@ -115,10 +115,10 @@ def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, er
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3, 50 * GIB),)), "at least; none is the smallest seen not to"),
-        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3, 50 * GIB),)), "60.00 GiB (estimated 50.00), 1,000 tokens/s"),
-        (Answer(0, 1, 0, (Probe(1, False, None, None, None),)), "not even one fits"),
-        (Answer(0, 39, 40, (Probe(39, False, None, None, None),)), "raise max_probes"),
+        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3),)), "at least; none is the smallest seen not to"),
+        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3),)), "60.00 GiB, 1,000 tokens/s"),
+        (Answer(0, 1, 0, (Probe(1, False, None, None),)), "not even one fits"),
+        (Answer(0, 39, 40, (Probe(39, False, None, None),)), "raise max_probes"),
     ],
 )
 def test_an_answer_says_what_it_does_not_know(answer: Answer, words: str) -> None:

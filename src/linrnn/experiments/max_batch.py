@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from linrnn.runs.summary import names_of_run
 
 Say = Callable[[str], None]
 GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
+LARGEST = 4096  # sequences that are foreseen
 NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
 
 
@@ -36,7 +38,6 @@ class Probe:
         fits: whether all its steps ran within the budget.
         peak_bytes: most memory at once; None for a probe that ran out of memory.
         tokens_per_second: None for a probe that does not fit.
-        foreseen_bytes: the forecast; None without formulas for the model or the loss.
         tokens_per_second_is: how the speed was measured, from the probe's summary.
     """
 
@@ -44,7 +45,6 @@ class Probe:
     fits: bool
     peak_bytes: int | None
     tokens_per_second: float | None
-    foreseen_bytes: int | None
     tokens_per_second_is: str | None = None
 
 
@@ -139,14 +139,13 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     check_parallel(run, config.ranks)
     unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
     of_one = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, batch_size=unit))
-    on_gpu, peaks, environment = in_another_process(_look_ahead, of_one, budget, config.ranks)
+    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, budget, config.ranks)
     if on_gpu:
         of_probes.append(f"memory_budget_gib={config.memory_budget_gib}")
-    foreseen = None if peaks is None else bisect_right(peaks, budget)
 
     def probe(batch: int) -> Probe:
         say(f"  trying {batch} sequences for {config.probe_steps} steps")
-        result = _probe([*of_probes, f"trainer.batch_size={unit * batch}"], batch, config, peaks, environment)
+        result = _probe([*of_probes, f"trainer.batch_size={unit * batch}"], batch, config, environment)
         say(f"  {_line(result)}")
         return result
 
@@ -183,9 +182,8 @@ def _foresee(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> 
     return Answer(batch or 0, None, batch, ())
 
 
-def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[int] | None, dict[str, Any]]:
-    """Whether the probes run on a GPU; the forecast peaks of 1, 2, 3 … sequences a rank, up to twice the budget, None
-    without formulas; and this machine's environment.
+def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, int | None, dict[str, Any]]:
+    """Whether the probes run on a GPU; the forecast (None without formulas); and this machine's environment.
 
     Args:
         config: of a run with one sequence on each of `ranks`.
@@ -213,23 +211,18 @@ def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, list[i
             "here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-    peaks: list[int] = []
-    while len(peaks) < 2 or (peaks[-1] <= 2 * budget and len(peaks) < 4096):
-        trainer = dataclasses.replace(config.trainer, batch_size=config.trainer.batch_size * (len(peaks) + 1))
+
+    def peak(batch: int) -> float:
+        trainer = dataclasses.replace(config.trainer, batch_size=config.trainer.batch_size * batch)
         larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
-        if (estimate := larger.memory_estimate(arch)) is None:
-            return on_gpu, None, describe_environment()
-        peaks.append(estimate.peak)
-    return on_gpu, peaks, describe_environment()
+        estimate = larger.memory_estimate(arch)
+        return math.inf if estimate is None else estimate.peak
+
+    foreseen = bisect_right(range(1, LARGEST + 1), budget, key=peak) if peak(1) < math.inf else None
+    return on_gpu, foreseen, describe_environment()
 
 
-def _probe(
-    overrides: Sequence[str],
-    batch: int,
-    config: FindMaxBatchConfig,
-    peaks: Sequence[int] | None,
-    environment: dict[str, Any],
-) -> Probe:
+def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, environment: dict[str, Any]) -> Probe:
     """Run a probe, or read its summary if it was made before in the same `environment`."""
     point = point_of(overrides, load_config(overrides), config.ranks, total_steps=config.probe_steps)
     if point.is_answered(retry=False):
@@ -254,20 +247,13 @@ def _probe(
         )
     peak = summary["peak_memory_bytes"] if finished else None
     fits = peak is not None and peak <= config.memory_budget_gib * GIB
-    foreseen = None
-    if peaks is not None:  # beyond the forecasts by their last difference
-        foreseen = peaks[min(batch, len(peaks)) - 1] + (peaks[-1] - peaks[-2]) * max(batch - len(peaks), 0)
-    speed = summary["tokens_per_second"] if fits else None
-    return Probe(batch, fits, peak, speed, foreseen, summary["tokens_per_second_is"])
+    return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, summary["tokens_per_second_is"])
 
 
 def _line(probe: Probe) -> str:
-    foreseen = "unknown" if probe.foreseen_bytes is None else f"{probe.foreseen_bytes / GIB:.2f}"
-    peak = f"estimated {foreseen} GiB"
-    if probe.peak_bytes is not None:
-        peak = f"{probe.peak_bytes / GIB:.2f} GiB (estimated {foreseen})"
+    peak = f", {probe.peak_bytes / GIB:.2f} GiB" if probe.peak_bytes else ""
     speed = f", {probe.tokens_per_second:,.0f} tokens/s" if probe.tokens_per_second else ""
-    return f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}, {peak}{speed}"
+    return f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}{peak}{speed}"
 
 
 def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
