@@ -202,7 +202,6 @@ def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
         for unknown in (
             plan.memory_estimate(arch),
             costs.loss_memory(loss, 64, 64, 512, 4),
-            costs.loss_traffic(loss, 64, 64, 512, 4),
             costs.kernel_flops(arch, 1, 64, loss, "none"),
             costs.vocabulary_loss_bytes(loss, 64, 64, 512, 4, 2),
         ):

@@ -13,12 +13,9 @@ import torch
 from torch import nn
 
 from linrnn.config import load_config
-from linrnn.config.schema import LossConfig
 from linrnn.core.errors import ConfigError
-from linrnn.costs import loss_traffic, recurrent_state_bytes
+from linrnn.costs import recurrent_state_bytes
 from linrnn.experiments.breakdown import SCAN, assemble, check_parts, markdown, measure, sum_of_inputs, with_scan
-from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
-from linrnn.losses.liger import LigerLossConfig
 from linrnn.models.architecture import resolve
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations, projections
 from linrnn.runs.step_parts import shares_of_step
@@ -194,37 +191,6 @@ def test_the_recurrent_states_of_a_layer_are_one_matrix_a_head_and_chunk() -> No
     chunks = 2048 // 64
     assert recurrent_state_bytes(arch, 8, 2048, compute=2) == 8 * chunks * 16 * 128 * 128 * 2
     assert recurrent_state_bytes(replace(arch, model="transformer"), 8, 2048, compute=2) == 0
-
-
-def test_traffic_of_a_loss_by_hand() -> None:
-    n, d, v = 1000, 10, 300
-    e, w, logits, fp32 = 2 * n * d, 2 * v * d, 2 * n * v, 4 * n * v
-    assert loss_traffic(LossConfig("compiled"), n, d, v, 2) == (e + w + 2 * logits, 2 * logits + 2 * (e + w + logits))
-    forward, backward = loss_traffic(LossConfig("standard"), n, d, v, 2) or (0, 0)
-    assert forward == e + w + logits + (logits + fp32) + 2 * fp32  # product; copy; log-softmax
-    assert backward == 4 * fp32 + (fp32 + logits) + 2 * (e + w + logits)
-    kahan = CceKahanLossConfig("cce_kahan", "kahan", None)
-    # fp32, one chunk: logits again, their gradient written and read twice; dE read and written, dC written.
-    e4, w4, logits4 = 2 * e, 2 * w, 2 * logits
-    expected = e4 + w4, (e4 + w4) + (e4 + 2 * w4) + 3 * logits4 + 2 * e4
-    assert loss_traffic(kahan, n, d, v, 4) == expected
-    assert loss_traffic(CceFilterLossConfig("cce_filter", "kahan", None, 2**-12, False, None), n, d, v, 2) is None
-    # bf16, one chunk: C read, exponentials written; both read for dE and for dC; dC written.
-    n, d, v = 8192, 256, 32000
-    e, w, logits = 2 * n * d, 2 * v * d, 2 * n * v
-    assert loss_traffic(kahan, n, d, v, 2) == (w + e + logits, (w + logits + e) + (logits + e) + w)
-    # Two chunks of 4096 rows: dC and the byte beside each entry are written, then read; dC is written. Half of the
-    # gradients' products and the first write are the forward pass's.
-    kahan, summed = CceKahanLossConfig("cce_kahan", "kahan", 256), 3 * v * d
-    products = (2 * w + logits + e) + (logits + e)
-    assert loss_traffic(kahan, n, d, v, 2) == (
-        (2 * w + e + logits) + products // 2 + summed,
-        products // 2 + summed + w,
-    )
-    n, d, v = 1000, 10, 300
-    e, w, logits = 2 * n * d, 2 * v * d, 2 * n * v
-    liger, _ = loss_traffic(LigerLossConfig("liger", "native"), n, d, v, 2) or (0, 0)
-    assert liger == 3 * (e + logits) + 2 * logits + 30 * 4 * w  # V / D = 30 chunks
 
 
 def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_path: Path) -> None:

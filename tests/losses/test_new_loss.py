@@ -14,7 +14,7 @@ from forked import ROOT, run_elsewhere, start
 from linrnn.config import load_config, overrides_of, read_config, run_name
 from linrnn.config.cli import help_text
 from linrnn.core.errors import ConfigError
-from linrnn.costs import loss_memory, loss_traffic
+from linrnn.costs import loss_memory
 from linrnn.losses import loss_names
 from linrnn.training.trainer import Trainer
 
@@ -90,7 +90,6 @@ def test_a_loss_of_another_package_trains_three_steps_as_the_standard_one(
     assert "rows_50" in run_name(config)
     assert {"loss=chunked", "loss.rows=50"} <= set(overrides_of(config))
     assert loss_memory(config.loss, 10, 4, 100, 2) == (6000, 6000 + 110 * 4 * 2)
-    assert loss_traffic(config.loss, 10, 4, 100, 2) is None, "unknown: the file gives no formula"
     assert re.search(r"^rows: 1024 +# rows whose", help_text("train", "", ["loss=chunked"]), re.MULTILINE)
     for override, message in (("loss.rows=0", "loss.rows=0 is below"), ("loss.row=5", "nearest: loss.rows")):
         with pytest.raises(ConfigError, match=message):

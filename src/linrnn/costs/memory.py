@@ -90,28 +90,6 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
     return None if formulas is None else formulas.memory(loss, n_tokens, d, vocab, compute)
 
 
-def loss_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
-    """Bytes of HBM that both passes of a loss move; None if they depend on the data, or without formulas.
-
-    Every operand is read once and every result written once, as a perfect kernel of the loss's scheme would. Caches
-    save nothing if the tensors are larger than the caches. Tiles that are read again cost more.
-    """
-    formulas = FORMULAS_OF_LOSSES.get(loss.name)
-    if formulas is None or formulas.traffic is None:
-        return None
-    return formulas.traffic(loss, n_tokens, d, vocab, compute)
-
-
-def optimizer_traffic(arch: Architecture, optimizer: OptimizerConfig, precision: str) -> int | None:
-    """Bytes of HBM that one update of AdamW moves; None for Muon, whose passes are not counted.
-
-    AdamW reads parameter, gradient and two moments, and writes all but the gradient: 7 passes.
-    """
-    if isinstance(optimizer, MuonConfig):
-        return None
-    return 7 * (BF16 if precision == "bf16" else FP32) * arch.n_parameters
-
-
 def gathered_bytes(model: str, precision: str) -> int | None:
     """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
     if precision != "bf16_autocast":

@@ -17,7 +17,6 @@ from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
-from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
 from linrnn.models.language_model import compute_dtype
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
@@ -53,7 +52,6 @@ class Breakdown:
             mixer/projections and mixer/scan are the two parts of mixer.
         flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; "optimizer" has
             "update". Null: no formulas.
-        traffic: part -> {"forward", "backward"} bytes of HBM by formula; "optimizer" has "total".
         mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
         hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
         peak_flops_per_second: the device's peak; null if unknown.
@@ -65,7 +63,6 @@ class Breakdown:
     memory: dict[str, dict[str, int | None]]
     time: dict[str, dict[str, float | None]]
     flops: dict[str, dict[str, int]] | None
-    traffic: dict[str, dict[str, int] | None]
     mfu: float | None
     mfu_6n: float | None
     hardware_utilisation: float | None
@@ -148,12 +145,8 @@ def assemble(
         times: :meth:`linrnn.profiling.components.PartClock.seconds` of every timed step.
     """
     config, trainer = plan.config, plan.config.trainer
-    compute = compute_dtype(plan.precision).itemsize
     step, flops, device = median(times, "step"), kernel_flops(plan, arch), device_name(plan.device)
     peak = costs.peak_flops_per_second(device, plan.precision)
-    n_tokens = trainer.batch_size * trainer.seq_len
-    of_loss = costs.loss_traffic(config.loss, n_tokens, arch.hidden_size, arch.vocab_size, compute)
-    of_optimizer = costs.optimizer_traffic(arch, config.optimizer, plan.precision)
     times = [with_scan(seconds) for seconds in times]
     by_component = None
     if flops is not None:
@@ -175,11 +168,6 @@ def assemble(
             **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
         },
         flops=by_component,
-        traffic={
-            "loss": of_loss
-            and {pass_: trainer.accumulation_steps * size for pass_, size in zip(PASSES[:2], of_loss, strict=True)},
-            "optimizer": None if of_optimizer is None else {"total": of_optimizer},
-        },
         **costs.mfu(
             arch,
             seq_len=trainer.seq_len,
@@ -248,7 +236,7 @@ def markdown(b: Breakdown) -> str:
         f"optimizer {run['optimizer']}",
         "",
     ]
-    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b), *_flops_and_traffic_lines(b)]) + "\n"
+    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b), *_flops_lines(b)]) + "\n"
 
 
 def _memory_lines(b: Breakdown) -> list[str]:
@@ -317,7 +305,7 @@ def _time_lines(b: Breakdown) -> list[str]:
     ]
 
 
-def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
+def _flops_lines(b: Breakdown) -> list[str]:
     of_parts = b.flops or {}
     total = sum(sum(row.values()) for row in of_parts.values())
     rows = [
@@ -330,22 +318,7 @@ def _flops_and_traffic_lines(b: Breakdown) -> list[str]:
     if b.flops is None:
         rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
     columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
-    loss, optimizer = b.traffic["loss"], b.traffic["optimizer"]
-    unknown = "depends on the data" if b.run["loss"] in FORMULAS_OF_LOSSES else "unknown: no formulas"
-    cells = [_digits(loss[pass_] / 1e9) if loss else unknown for pass_ in PASSES[:2]]
-    of_optimizer = _digits(optimizer["total"] / 1e9) if optimizer else "unknown: no formulas"
-    by_formula = "HBM traffic by formula"
-    traffic = Table(
-        (by_formula, "forward, GB", "backward, GB"), [("loss", *cells), ("optimizer", "", of_optimizer)], (by_formula,)
-    )
-    return [
-        *Table(columns, rows, words=columns[:1]).markdown(),
-        "",
-        *traffic.markdown(),
-        "",
-        "Traffic is not measured: the counters for it need Nsight Compute and permission to read them.",
-        "",
-    ]
+    return [*Table(columns, rows, words=columns[:1]).markdown(), ""]
 
 
 def _digits(value: float) -> str:

@@ -3,7 +3,7 @@
 They run in Triton on a GPU and in blockwise torch on a CPU, with the same bound on memory. See
 `cce_kernels.linear_cross_entropy`.
 
-The formulas of memory and traffic ask the kernels' planner for the scheme on a GPU with 132 multiprocessors:
+The formulas ask the kernels' planner for the scheme on a GPU with 132 multiprocessors:
 
 * Three products: the exponentials of a chunk of token rows are kept.
 * Four products: the backward pass computes the logits of a chunk of the vocabulary again.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import BF16, FP32, Bytes, LossFormulas, ceil_division
+from linrnn.losses.formulas import BF16, FP32, Bytes, LossFormulas
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_own_kernels
 
@@ -170,25 +170,6 @@ def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute
     return held + (0 if apart else gradients), held + gradients
 
 
-def _traffic(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """(forward, backward): bytes of HBM traffic, if every operand is read once and every result written once."""
-    scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
-    e, w, logits, lost = n_tokens * d * compute, vocab * d * compute, n_tokens * vocab * compute, _lost(loss, compute)
-    if not scheme.rows:
-        chunks = ceil_division(vocab, scheme.columns)
-        sums = chunks * 2 * (e + n_tokens * d * lost)  # dE and its compensation, read and written
-        # logits again; dlogits written, then read for dE and for dC; dC written once
-        return e + w, (chunks * e + w) + (chunks * e + 2 * w) + 3 * logits + sums
-    chunks = ceil_division(n_tokens, scheme.rows)
-    exponentials = chunks * w + e + logits  # C read once per chunk, exponentials written
-    gradients = (chunks * w + logits + e) + (logits + e)  # dE; dC without its sum
-    # dC and its compensation: written, read and written, read; at last dC alone is written
-    sums = vocab * d * ((2 * chunks - 2) * (compute + lost) + compute)
-    share = (chunks - 1) / chunks  # the forward pass handles all chunks but the last
-    done_early = round(share * gradients) + (2 * chunks - 3) * vocab * d * (compute + lost) if chunks > 1 else 0
-    return exponentials + done_early, gradients + sums - done_early
-
-
 def _lost(loss: CceKahanLossConfig, compute: int) -> int:
     """Bytes per entry of the compensation beside a summed gradient."""
     return {"kahan": 1, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
@@ -204,7 +185,7 @@ def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
     return isinstance(loss, CceFilterLossConfig) and not loss.filter_c
 
 
-@register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _traffic, _products))
+@register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _products))
 class CceKahan(LossBackend):
     """This repository's exact kernel: never all logits of a large batch in memory, no filter. Triton, or torch on CPU.
 
@@ -271,7 +252,7 @@ class CceKahan(LossBackend):
             ) from error
 
 
-@register_loss("cce_filter", options=CceFilterLossConfig, formulas=LossFormulas(_memory, None, _products))
+@register_loss("cce_filter", options=CceFilterLossConfig, formulas=LossFormulas(_memory, _products))
 class CceFilter(CceKahan):
     """cce_kahan with a gradient filter: small entries are estimated from a sample, or dropped (harms pretraining).
 

@@ -71,7 +71,7 @@ def _products(loss: CceAppleLossConfig, *_: int) -> int:
     return 3 if loss.variant == _TORCH_VARIANT else 4
 
 
-@register_loss("cce_apple", options=CceAppleLossConfig, formulas=LossFormulas(_memory, None, _products))
+@register_loss("cce_apple", options=CceAppleLossConfig, formulas=LossFormulas(_memory, _products))
 class CceApple(LossBackend):
     """Apple's Cut Cross-Entropy, in the installed version; `python scripts/doctor.py` lists its variants."""
 

@@ -21,11 +21,10 @@ from linrnn.losses.formulas import (
     LossFormulas,
     ceil_division,
     power_of_two_from,
-    traffic_in_chunks_of_tokens,
 )
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
-from linrnn.losses.standard import compiled_memory, compiled_traffic
+from linrnn.losses.standard import compiled_memory
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +49,7 @@ def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int
     return held + max(rows * vocab * FP32, weight * compute), (hidden + weight) * compute
 
 
-def _traffic(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    if not loss.fuse_linear:
-        return compiled_traffic(loss, n_tokens, d, vocab, compute)
-    chunks = min(ceil_division(vocab, d), n_tokens, loss.num_chunks)
-    return traffic_in_chunks_of_tokens(chunks, True, n_tokens, d, vocab, compute)
-
-
-@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory, _traffic))
+@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory))
 class Fla(LossBackend):
     """flash-linear-attention's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 

@@ -22,7 +22,6 @@ from linrnn.losses.formulas import (
     LossFormulas,
     ceil_division,
     power_of_two_from,
-    traffic_in_chunks_of_tokens,
 )
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
@@ -52,12 +51,7 @@ def _memory(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: i
     return gradients + chunk, gradients
 
 
-def _traffic(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    chunks = min(ceil_division(vocab, d), n_tokens)
-    return traffic_in_chunks_of_tokens(chunks, loss.accumulate == "fp32", n_tokens, d, vocab, compute)
-
-
-@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory, _traffic))
+@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory))
 class Liger(LossBackend):
     """Liger-Kernel's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 

@@ -28,7 +28,7 @@ def register_loss(
 
     Args:
         options: a dataclass below LossConfig whose every field is a :func:`linrnn.config.schema.option`.
-        formulas: of memory, traffic and products. Without them forecasts say *unknown*; another loss's formulas are
+        formulas: of memory and products. Without them forecasts say *unknown*; another loss's formulas are
             never used.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
 from linrnn.losses.base import LossBackend
-from linrnn.losses.formulas import BF16, FP32, Bytes, LossFormulas, logits_traffic
+from linrnn.losses.formulas import FP32, Bytes, LossFormulas
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_torch_compile
 
@@ -35,27 +35,13 @@ def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -
     return logits * 2 * FP32, max(logits * 3 * FP32, logits * (copy + FP32) + gradients)
 
 
-def _traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Forward: the fp32 copy and log-softmax. Backward: the gradients of both, and of the copy."""
-    product, logits = logits_traffic(n_tokens, d, vocab, compute)
-    fp32 = n_tokens * vocab * FP32
-    copy = logits + fp32 if compute == BF16 else 0
-    return product + copy + 2 * fp32, 4 * fp32 + copy + 2 * product
-
-
 def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
     """The logits are stored once. Their gradient overwrites them."""
     logits = n_tokens * vocab * compute
     return logits, logits + (n_tokens + vocab) * d * compute
 
 
-def compiled_traffic(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Logits are written, read for the sums, then read and overwritten by their gradient."""
-    product, logits = logits_traffic(n_tokens, d, vocab, compute)
-    return product + logits, 2 * logits + 2 * product
-
-
-@register_loss("standard", formulas=LossFormulas(_memory, _traffic))
+@register_loss("standard", formulas=LossFormulas(_memory))
 class Standard(LossBackend):
     """Eager torch: the full logits are stored and converted to fp32. The reference; it needs the most memory."""
 
@@ -65,7 +51,7 @@ class Standard(LossBackend):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
 
 
-@register_loss("compiled", formulas=LossFormulas(compiled_memory, compiled_traffic))
+@register_loss("compiled", formulas=LossFormulas(compiled_memory))
 class Compiled(LossBackend):
     """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
 
@@ -104,7 +90,7 @@ class Compiled(LossBackend):
             ) from error
 
 
-@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory, compiled_traffic))
+@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory))
 class CompiledNudged(Compiled):
     """`compiled`, the gradient of the hidden states moved by one unit in the last place: the noise-floor run.
 

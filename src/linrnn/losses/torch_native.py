@@ -48,7 +48,7 @@ def _products(loss: TorchNativeLossConfig, *_: int) -> int:
     return 4 if loss.reduction == "none" else 3
 
 
-@register_loss("torch_native", options=TorchNativeLossConfig, formulas=LossFormulas(_memory, None, _products))
+@register_loss("torch_native", options=TorchNativeLossConfig, formulas=LossFormulas(_memory, _products))
 class TorchNative(LossBackend):
     """torch.nn.functional.linear_cross_entropy (torch >= 2.13), which chunks over tokens by itself."""
 
