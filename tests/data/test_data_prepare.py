@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from forked import start
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
-import linrnn.data.prepare
 import linrnn.data.shards
 from linrnn.config.schema import StdlibDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
 from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare, vocabulary_size
 from linrnn.data.tokenizer import load_tokenizer
+
+PREPARE = import_module("linrnn.data.prepare")  # the package has a function of this name
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def tokenizer(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many batches and shards, so that an interruption can fall between them."""
-    monkeypatch.setattr(linrnn.data.prepare, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(linrnn.data.shards, "SHARD_TOKENS", 3000)
 
 
@@ -88,7 +90,7 @@ def test_an_end_token_written_in_the_text_ends_no_document(tmp_path: Path, token
 
 
 def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linrnn.data.prepare, "BATCH_CHARACTERS", 100_000)  # no more than it needs is tokenised
+    monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 100_000)  # no more than it needs is tokenised
     common = {"cache_dir": str(tmp_path), "verify": True, "reset_at_document": False, "tokenizer_vocab_size": 300}
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     config = StdlibDataConfig("stdlib", **common, tokenizer=str(tokenizer), max_tokens=100_000, valid_fraction=0.1)
@@ -306,7 +308,7 @@ def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_may_lose_is_said(tmp_
 # ------------------------------------------------------------------------------------------ interruptions
 def _killed_again_and_again(cache: Path, corpus: Path, valid: Path | None, tokenizer: Path, result: Path) -> None:
     """In another process: prepare data in children that are killed ever later. `result`: how many died."""
-    linrnn.data.prepare.BATCH_CHARACTERS, linrnn.data.shards.SHARD_TOKENS = 2000, 3000
+    PREPARE.BATCH_CHARACTERS, linrnn.data.shards.SHARD_TOKENS = 2000, 3000
     config = text_config(cache, corpus, tokenizer=tokenizer, valid_path=valid)
     deaths, status = 0, signal.SIGKILL.value
     while os.WIFSIGNALED(status):

@@ -1,6 +1,7 @@
 """Bits per byte use the bytes of exactly the evaluated labels, or are not reported."""
 
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from data_helpers import markov_config, sentences, text_config, write_jsonl, wri
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-import linrnn.data.prepare
 import linrnn.data.shards
 from linrnn.config.schema import LossConfig
 from linrnn.data import BatchesOnce, PreparedData, prepare
 from linrnn.data.tokenizer import Tokenizer
 from linrnn.losses import build_loss
 from linrnn.training.evaluation import evaluate
+
+PREPARE = import_module("linrnn.data.prepare")  # the package has a function of this name
 
 CPU = torch.device("cpu")
 TEXTS = [f"Text {i}: {text}" for i, text in enumerate(sentences(120))]  # first tokens are never part of a character
@@ -51,7 +53,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linrnn.data.prepare, "BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 500)
     monkeypatch.setattr(linrnn.data.shards, "SHARD_TOKENS", 900)
 
 
