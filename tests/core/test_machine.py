@@ -183,7 +183,6 @@ def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
         costs.model_flops_6n(arch, 1, 64),
         costs.kernel_flops(arch, 1, 64, config.loss, "none"),
         costs.communication(arch, load_config(["parallel=fsdp"]).parallel, **sharded),
-        costs.recurrent_state_bytes(arch, 1, 64, 2),
     ):
         assert unknown is None
     h200 = {"seq_len": 64, "tokens_per_second": 1e6, "device_name": "NVIDIA H200", "precision": "bf16"}

@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ from torch import nn
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.costs import recurrent_state_bytes
 from linrnn.experiments.breakdown import SCAN, assemble, check_parts, markdown, measure, sum_of_inputs, with_scan
-from linrnn.models.architecture import resolve
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations, projections
 from linrnn.runs.step_parts import shares_of_step
 from linrnn.training.trainer import Trainer
@@ -145,7 +143,7 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: p
     assert breakdown.memory["gradients"]["measured"] == 4 * 461_696
     assert breakdown.mfu is None, "a CPU's peak is not known"
     text = markdown(breakdown)
-    for word in ("# a name", "recurrent_states/one_layer", "| loss |", "MFU -"):
+    for word in ("# a name", "| loss |", "MFU -"):
         assert word in text
     [mixer] = [line.split("|") for line in text.splitlines() if line.startswith("| mixer |")]
     assert float(mixer[6]) > 0, "a CPU's TFLOP/s are few, not none"
@@ -182,15 +180,6 @@ def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it
     head = next(gradient for name, gradient in gradients.items() if "lm_head" in name)
     assert torch.allclose(head, torch.full((V, D), 1 / N))
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if "bias" not in name)
-
-
-def test_the_recurrent_states_of_a_layer_are_one_matrix_a_head_and_chunk() -> None:
-    config = load_config(["model=gla", "size=1b3"])
-    heads = {"gla": replace(config.size.mixers["gla"], num_heads=16, head_k_dim=128, head_v_dim=128)}
-    arch = resolve(config.model, replace(config.size, mixers=heads), 128_000)
-    chunks = 2048 // 64
-    assert recurrent_state_bytes(arch, 8, 2048, compute=2) == 8 * chunks * 16 * 128 * 128 * 2
-    assert recurrent_state_bytes(replace(arch, model="transformer"), 8, 2048, compute=2) == 0
 
 
 def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ def test_what_has_no_formula_is_unknown() -> None:
     config = load_config(["parallel=fsdp"])
     for name in ("gla", "rwkv7"):  # not even a matched model's memory is taken over: options may change it
         arch = architecture(name)
-        assert costs.recurrent_state_bytes(arch, 1, 64, 2) is None
         assert costs.kernel_flops(arch, 1, 64, config.loss, "none") is None
         sharded = {"world_size": 2, "sequences": 1, "seq_len": 64, "precision": "bf16_autocast", "loss": config.loss}
         assert costs.communication(arch, config.parallel, **sharded) is None

@@ -12,8 +12,6 @@ from linrnn.costs.memory import (
     MemoryEstimate,
     loss_memory,
     memory_estimate,
-    optimizer_traffic,
-    recurrent_state_bytes,
     training_state,
 )
 
@@ -32,7 +30,6 @@ __all__ = [
     "model_flops",
     "model_flops_6n",
     "peak_flops_per_second",
-    "recurrent_state_bytes",
     "step_seconds",
     "time_estimate",
     "training_state",

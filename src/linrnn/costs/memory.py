@@ -13,7 +13,7 @@ from linrnn.losses.cce import over_shards
 from linrnn.losses.formulas import BF16, FP32, Bytes
 from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models.architecture import Architecture
-from linrnn.models.facts import chunk_length, facts_of
+from linrnn.models.facts import facts_of
 
 # PyTorch gives cuBLAS 32 MiB on Hopper and later (aten/src/ATen/cuda/CublasHandlePool.cpp), before Hopper 8.1 MiB. Two
 # threads multiply, forward and backward, each with its own workspace.
@@ -225,17 +225,3 @@ def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, a
         mlp_results=compute * (2 * width + d),
         backward=4 * compute * width + kept * d,  # dz, dgate, dup, the output of swiglu; the residual stream's gradient
     )
-
-
-def recurrent_state_bytes(arch: Architecture, batch_size: int, seq_len: int, compute: int) -> int | None:
-    """Bytes of one layer's states at the start of every chunk, all heads; 0 for attention; None: no formulas.
-
-    FLA computes the states in a layer's forward pass, frees them, and computes them again in its backward pass. The
-    states of only one layer exist at a time.
-    """
-    if (mixer := facts_of(arch.model).flops) is None:
-        return None
-    if not mixer.recurrent:
-        return 0
-    chunks = -(-seq_len // chunk_length(arch, seq_len))
-    return batch_size * chunks * arch.num_heads * arch.head_k_dim * arch.head_v_dim * compute

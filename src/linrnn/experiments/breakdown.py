@@ -18,7 +18,6 @@ from linrnn.core.tables import Table, show
 from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.models.architecture import Architecture
-from linrnn.models.language_model import compute_dtype
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
@@ -200,11 +199,9 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
 def _memory(
     plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int]
 ) -> dict[str, dict[str, int | None]]:
-    estimate, trainer = plan.memory_estimate(arch), plan.config.trainer
+    estimate = plan.memory_estimate(arch)
     formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
-    itemsize = compute_dtype(plan.precision).itemsize
     residual = saved.get("norms", 0) + saved.get("other", 0)
-    per_layer = costs.recurrent_state_bytes(arch, trainer.batch_size, trainer.seq_len, itemsize)
     rows: dict[str, tuple[int | None, int | None]] = {
         **{name: (measured.get(name), formula.get(name)) for name in STATE},
         "activations/workspaces": (None, formula.get("activations/workspaces")),
@@ -214,7 +211,6 @@ def _memory(
         "activations/mlp": (saved.get("mlp", 0), formula.get("activations/mlp")),
         "activations/norms_and_residual": (residual, formula.get("activations/residual")),
         "activations/loss_inputs": (None, formula.get("activations/loss_inputs")),
-        "recurrent_states/one_layer": (None, per_layer),
         "loss_saved": (saved.get("loss", 0), None),
         **{name: (measured.get(name), formula.get(name)) for name in ("loss_forward", "loss_backward", "peak")},
         "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
