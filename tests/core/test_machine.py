@@ -312,8 +312,3 @@ def test_ranks_that_share_a_cpu_are_expected_to_take_longer(monkeypatch: pytest.
     for ranks, rate in (1, 8e9), (2, 8e9), (4, 4e9):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert dry_run._cpu_rate.__wrapped__(torch.float32) == rate
-
-
-def test_a_system_that_tells_no_affinity_has_all_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(machine.os, "sched_getaffinity")
-    assert machine.cores() == machine.os.cpu_count()

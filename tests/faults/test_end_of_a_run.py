@@ -7,10 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fitting import fitted, summary_of
@@ -19,7 +17,6 @@ from forked import run_script, start
 from linrnn.config import load_config
 from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
 from linrnn.core.interrupts import StopRequest, heeded
-from linrnn.data import check_validation
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training import checkpointer
 from linrnn.training import trainer as trainer_module
@@ -290,13 +287,3 @@ def test_a_validation_text_that_is_too_small_is_refused_before_training(small: S
         Trainer(load_config(small("data.n_valid_tokens=1")))
     assert error.value.exit_code == 3
     assert not (tmp_path / "results").exists()
-
-
-def test_a_validation_text_of_one_token_documents_has_nothing_to_predict_once_state_starts_anew() -> None:
-    """Such text comes from a tokenizer without an end token. Earlier its loss was 0."""
-    documents = SimpleNamespace(n_tokens=40, document_ends=np.arange(1, 41))
-    check_validation(documents, None, reset_at_document=False)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="none can be predicted"):
-        check_validation(documents, 10, reset_at_document=True)  # type: ignore[arg-type]
-    documents.document_ends = np.append(np.arange(1, 39), 40)
-    check_validation(documents, None, reset_at_document=True)  # type: ignore[arg-type]

@@ -60,20 +60,6 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     assert summary_of(third)["continues"]["tokens"] == expected["tokens"] + 4 * 4 * 80, "all tokens behind the weights"
 
 
-def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
-    small: Small, run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = Path(run).name
-    fitted(small(f"continue_from={run}", "group=other", "trainer.max_steps=2", "schedule=constant"))
-    assert "unlike" not in capsys.readouterr().out, "another schedule is what continue_from is for"
-    plan = ("loss=standard", "optimizer.lr=0.001", "trainer.batch_size=4")
-    fitted(small(f"continue_from={run}", "group=other", *plan))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unlike ")]
-    changes = "loss.name: cce_kahan -> standard; optimizer.lr: 0.003 -> 0.001; trainer.batch_size: 2 -> 4"
-    assert line == f"unlike default/{name}: {changes}"
-
-
-@pytest.fixture(scope="module")
 def run(small_of_module: Small) -> str:
     """The directory of a finished run."""
     return str(fitted(small_of_module()).directory.path)

@@ -1,6 +1,5 @@
 """Errors that a user can act on. Each has one line of cause, one line of remedy, and an exit code for the command."""
 
-import re
 from typing import Any
 
 from linrnn.core.machine import gpu_is_shared
@@ -11,8 +10,6 @@ EXIT_CODES = (
     "8 runs that the command started failed, "
     "128 + signal interrupted (129 SIGHUP, 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 143 SIGTERM)"
 )
-
-_ASKED_FOR = re.compile(r"(out of memory\. Tried to allocate [\d.]+ \w+\.) .*")
 
 
 class LinrnnError(Exception):
@@ -49,12 +46,9 @@ def described(error: BaseException) -> str:
 
 
 def as_reason(error: BaseException) -> str:
-    """What a benchmark's row says of an error, in one line.
-
-    Where memory ran out, the size that did not fit is enough: PyTorch goes on for 500 characters about this process.
-    """
+    """What a benchmark's row says of an error, in one line of at most 150 characters."""
     reason = error.cause if isinstance(error, LinrnnError) else described(error)
-    return _ASKED_FOR.sub(r"\1", reason.strip().splitlines()[0])
+    return reason.strip().splitlines()[0][:150]  # where memory ran out, PyTorch goes on for 500 about this process
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

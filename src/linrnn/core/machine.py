@@ -45,7 +45,7 @@ def seconds_since_start() -> float:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def busy_with_others(threads: int) -> str | None:
@@ -75,8 +75,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process and its children can still take without swapping.
 
     It is the smaller of two figures: the kernel's estimate (`MemAvailable`, which counts caches that can be dropped),
-    and what the limits of this process's cgroups leave. A container has less than its machine. Without /proc/meminfo
-    (macOS) the first figure is the machine's physical memory.
+    and what the limits of this process's cgroups leave. A container has less than its machine.
 
     Args:
         root: where /proc and /sys are mounted.
@@ -93,12 +92,8 @@ def free_disk(path: Path) -> int:
 
 
 def _of_machine(root: Path) -> int | None:
-    if (available := _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")) is not None:
-        return available * 1024
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+    available = _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
+    return None if available is None else available * 1024
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int | None]:

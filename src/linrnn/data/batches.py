@@ -209,23 +209,16 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
     return rows, ends[first[rows] + within] - starts[rows]
 
 
-def check_validation(shards: ShardSet, max_tokens: int | None, *, reset_at_document: bool) -> None:
+def check_validation(shards: ShardSet) -> None:
     """Reject a text for which `BatchesOnce` would have no label.
 
     Raises:
-        DataError: the text is too short, or all its documents have one token (a first token is never predicted).
+        DataError: the text is too short.
     """
-    stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
-    if stop < 2:
+    if shards.n_tokens < 2:
         raise DataError(
             f"the validation text has {shards.n_tokens:,} token(s), and a validation pass needs 2",
             "give more validation text",
-        )
-    ends = shards.document_ends
-    if reset_at_document and np.count_nonzero((ends > 0) & (ends < stop)) >= stop - 1:
-        raise DataError(
-            f"the first {stop:,} tokens of the validation text are documents of one token: none can be predicted",
-            "give more validation text, raise trainer.valid_tokens, or use data.reset_at_document=false",
         )
 
 
@@ -252,7 +245,7 @@ class BatchesOnce(Sequence[Batch]):
         reset_at_document: bool = False,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        check_validation(shards, max_tokens, reset_at_document=reset_at_document)
+        check_validation(shards)
         self._stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
         self._shards, self._seq_len, self._batch_size = shards, seq_len, batch_size
         self._reset, self._token_bytes = reset_at_document, token_bytes

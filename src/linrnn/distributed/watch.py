@@ -177,7 +177,6 @@ def _alive(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    try:
+    with contextlib.suppress(OSError):  # it has ended just now
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
-    except (OSError, IndexError):  # there is no /proc
-        return True
+    return False

@@ -385,9 +385,8 @@ def _trained(metrics: Path) -> dict[str, int]:
 
 
 def _end_with_parent() -> None:
-    """In the child process: receive SIGTERM when the parent dies (Linux; elsewhere the child runs on)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    """In the child process: receive SIGTERM when the parent dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def last_told(output: str) -> str:

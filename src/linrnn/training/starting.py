@@ -54,7 +54,7 @@ def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
         return data
 
     data = ranks.first_then_others(prepared)
-    check_validation(data.valid, config.trainer.valid_tokens, reset_at_document=config.data.reset_at_document)
+    check_validation(data.valid)
     return data
 
 
@@ -104,14 +104,12 @@ class Start:
         step: optimizer steps that the run has done.
         recent_losses: nats per token.
         continues: the run, step and tokens behind step 0; None for a run from scratch.
-        unlike: a line on what the run computes otherwise than the run that it continues.
     """
 
     line: str
     step: int
     recent_losses: Sequence[float]
     continues: dict[str, Any] | None
-    unlike: str | None = None
 
 
 def restore(
@@ -167,7 +165,7 @@ def restore(
     )
     before = progress.continues["tokens"] if progress.continues else 0  # all tokens behind the weights count
     continues = {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
-    return Start(line, 0, (), continues, _unlike(there, progress.run, plan))
+    return Start(line, 0, (), continues)
 
 
 def starting_again(directory: RunDirectory) -> str | None:
@@ -252,29 +250,6 @@ def find_weights(source: str, data: PreparedData) -> Weights:
         return Weights(source, directory, is_checkpoint=True)
     directory = find_pretrained(source)
     return Weights(source, directory, is_checkpoint=False, remark=_check_pretrained(directory, source, data))
-
-
-def _unlike(directory: Path, run: str, plan: Plan) -> str | None:
-    """A line on what a run computes otherwise than the run that it continues, but for the schedule; None: nothing.
-
-    Args:
-        directory: the checkpoint from which it continues.
-        run: the name of the checkpoint's run.
-    """
-    try:
-        before = identity(read_config(directory / "config.yaml"), plan.world_size)
-    except ConfigError:  # the run had more ranks
-        return None
-    changed = differences(before, identity(plan.config, plan.world_size))
-    # Another loss has other options: its name is enough.
-    renamed = tuple(key.removesuffix("name") for key in changed if key.endswith(".name"))
-    meant = ("schedule.", "init_from", "continue_from")
-    changed = {
-        key: values
-        for key, values in changed.items()
-        if not key.startswith(meant) and (key.endswith(".name") or not key.startswith(renamed))
-    }
-    return f"unlike {run}: {in_words(changed)}" if changed else None
 
 
 def trained_architecture(directory: Path, config: Config) -> Architecture:

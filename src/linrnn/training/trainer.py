@@ -192,7 +192,6 @@ class Trainer:
         self.step, self.continues = start.step, start.continues
         self.log.recent_losses.extend(start.recent_losses)
         self.checkpointer.begin_at(self.step)
-        self._notes.insert(0, start.unlike)
         return start.line
 
     def ensure_weights(self) -> None:
