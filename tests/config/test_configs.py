@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from linrnn.config import (
     to_yaml,
 )
 from linrnn.config import compose as compose_module
-from linrnn.config.cli import run
 from linrnn.config.compose import add_command, compose_config, menu_of, options_of
 from linrnn.config.manual import manual_of, manual_of_command
 from linrnn.config.schema import COMMANDS, MUST_BE_GIVEN, SCHEMAS, ReadingConfig, option
@@ -313,20 +311,3 @@ def test_a_summary_lists_every_choice_as_overrides_that_make_the_run() -> None:
     config = load_config(LONG)
     choices = names_of_run(config, run_name(config), world_size=1)["choices"]
     assert load_config(shlex.split(choices)) == config
-
-
-def test_a_path_too_long_for_the_file_system_is_no_bug(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", f"data.cache_dir={'x' * 300}", "data=markov"])
-    with pytest.raises(SystemExit, match="2"):
-        run(lambda config: Path(config.data.cache_dir).stat())
-    assert "is too long for the file system" in capsys.readouterr().err
-
-
-def test_a_home_that_nobody_has_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As with HOME unset in a container whose user has no entry."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "data=markov", "data.cache_dir=~nobody_at_all/x"])
-    with pytest.raises(SystemExit, match="2"):
-        run(lambda config: Path(config.data.cache_dir).expanduser())
-    assert "set HOME" in capsys.readouterr().err

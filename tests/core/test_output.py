@@ -84,22 +84,6 @@ def test_a_terminal_without_the_letters_gets_escapes(environment: dict[str, str]
     assert done.stderr.decode("ascii") == "error: \\xfc\n  -> \\u2192\n"
 
 
-def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
-    script = f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && "$0" -c "$1"'
-    done = subprocess.run(
-        ["/bin/sh", "-c", script, sys.executable, COMMAND.format(body="print('spoken')")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "error: the working directory was deleted",
-        "  -> cd to a directory that exists",
-    ]
-
-
 @pytest.mark.parametrize(
     ("body", "code", "first"),
     [

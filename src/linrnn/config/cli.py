@@ -32,7 +32,6 @@ from linrnn.core.output import as_started, drop_output, open_streams, output_err
 from linrnn.core.redaction import scrub
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
-_NO_HOME = "Could not determine home directory."  # what Path.expanduser says
 HELP_FLAGS = {"--help", "-h"}
 KEYS_OF_PATHS = ("checkpoint", "summary")  # of commands that read one run, or one report's rows
 
@@ -44,38 +43,26 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
     The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1. Hydra only composes
     the configuration. It makes no directory and calls nothing that a configuration names.
     """
-    arguments = sys.argv[1:]
 
-    def call() -> int | None:
-        if HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description, arguments))
-            return None
-        refuse_flags(arguments)
+    def call(arguments: Sequence[str]) -> int | None:
         refuse_bare_paths(arguments, config_name)
-        refuse_repeated(arguments)
         config = load_config(arguments, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
         return main(config)
 
-    if code := guarded(call):
-        raise SystemExit(code)
+    _start(call, lambda arguments: help_text(config_name, description, arguments))
 
 
 def run_plain(main: Callable[[], None], description: str) -> None:
     """As :func:`run`, for a command that takes no arguments. Any argument but `--help` is an error."""
-    arguments = sys.argv[1:]
 
-    def call() -> None:
-        if HELP_FLAGS & set(arguments):
-            print(f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
-        elif arguments:
+    def call(arguments: Sequence[str]) -> None:
+        if arguments:
             raise ConfigError(f"{arguments[0]}: this command takes no arguments", "run it without any")
-        else:
-            main()
+        main()
 
-    if code := guarded(call):
-        raise SystemExit(code)
+    _start(call, lambda _: f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
 
 
 def run_many(
@@ -89,15 +76,8 @@ def run_many(
     Args:
         only_here: why the command takes no launcher. It is then called as `main(config, run_overrides)`.
     """
-    arguments = sys.argv[1:]
 
-    def call() -> int | None:
-        if HELP_FLAGS & set(arguments):
-            print(help_text(config_name, description, arguments))
-            print(as_started("\nall other keys and groups are those of the runs: python train.py --help"))
-            return None
-        refuse_flags(arguments)
-        refuse_repeated(arguments)
+    def call(arguments: Sequence[str]) -> int | None:
         own, launcher, runs = split_overrides(arguments, config_name)
         if any(override.startswith(("dry_run=", "gpu=")) for override in runs):
             raise ConfigError(
@@ -112,7 +92,24 @@ def run_many(
             raise ConfigError(f"{launcher[0]}: {only_here}", "drop the hydra… overrides")
         return main(config, runs)
 
-    raise SystemExit(guarded(call))
+    others = as_started("\n\nall other keys and groups are those of the runs: python train.py --help")
+    _start(call, lambda arguments: help_text(config_name, description, arguments) + others)
+
+
+def _start(call: Callable[[Sequence[str]], int | None], manual: Callable[[Sequence[str]], str]) -> None:
+    """Print the manual if it is asked for, else call a command with its arguments. Exits with its code, unless 0."""
+    arguments = sys.argv[1:]
+
+    def action() -> int | None:
+        if HELP_FLAGS & set(arguments):
+            print(manual(arguments))
+            return None
+        refuse_flags(arguments)
+        refuse_repeated(arguments)
+        return call(arguments)
+
+    if code := guarded(action):
+        raise SystemExit(code)
 
 
 def refuse_flags(arguments: Sequence[str]) -> None:
@@ -197,7 +194,6 @@ def guarded(action: Callable[[], int | None]) -> int:
     """Run `action`; print what went wrong in two lines; return the exit code."""
     open_streams()
     try:
-        _check_working_directory()
         code = action() or 0
         sys.stdout.flush()
         return code
@@ -220,26 +216,13 @@ def guarded(action: Callable[[], int | None]) -> int:
         return known.exit_code
 
 
-def _check_working_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise ConfigError("the working directory was deleted", "cd to a directory that exists") from error
-
-
 def _known(error: Exception) -> LinrnnError | None:
-    """The error for a limit of the machine (output, storage, paths or memory) behind an exception; None for a bug."""
+    """The error for a limit of the machine (output, storage or memory) behind an exception; None for a bug."""
     if isinstance(error, OSError) and output_error(error):
         return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
         return StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return ConfigError(
-            f"the path {str(error.filename)[:60]}… is too long for the file system", "give a shorter one"
-        )
-    if isinstance(error, RuntimeError) and str(error) == _NO_HOME:
-        return ConfigError("a path begins with ~, and this user has no home directory", "set HOME, or write it out")
     if ran_out_of_memory(error):
         return out_of_memory(
             f"out of memory: {first_line(error)}", "use a smaller batch, a smaller model or fewer tokens"
