@@ -313,8 +313,9 @@ class Process:
         """Wait for its end, and return its summary (:meth:`conclude`). An error or Ctrl-C here ends it at once."""
         try:
             self.wait()
-        finally:
+        except BaseException:
             self.kill()
+            raise
         return self.conclude()
 
     def conclude(self) -> dict[str, Any]:
