@@ -120,11 +120,10 @@ class ShardedRanks(DistributedRanks):
         if not self._accumulating:
             dist.all_reduce(weight.grad.to_local(), group=self._mesh.get_group("replicate"))
 
-    def copy_first(self, model: nn.Module) -> None:
+    def copy_first(self, model: Any) -> None:
         if self._mesh.ndim > 1:
             for parameter in model.parameters():
-                rows = parameter.detach().to_local()  # type: ignore[operator]
-                dist.broadcast(rows, group=self._mesh.get_group("replicate"), group_src=0)
+                dist.broadcast(parameter.detach().to_local(), group=self._mesh.get_group("replicate"), group_src=0)
 
     @contextlib.contextmanager
     def accumulating(self, replica: Any) -> Iterator[None]:

@@ -137,7 +137,8 @@ class AdamW(torch.optim.AdamW):
             adamw(
                 [own_rows(parameter) for parameter in parameters],
                 [own_rows(parameter.grad) for parameter in parameters],
-                *([own_rows(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq")),
+                [own_rows(state["exp_avg"]) for state in states],
+                [own_rows(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
                 fused=group["fused"],
