@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import TrainerConfig
 from linrnn.core.errors import StorageError
-from linrnn.core.machine import GIB
+from linrnn.core.machine import size_in_words
 from linrnn.runs.directory import RunDirectory
 from linrnn.training.checkpoint import (
     CONFIG,
@@ -271,7 +271,7 @@ def check_room(trainer: TrainerConfig, directory: RunDirectory, size: int, *, st
     there = 0 if directory.begins_anew else len(found(directory.checkpoints))
     most = keep + 1 - min(there, keep)  # new ones that exist at once: one is complete before the oldest is deleted
     certain = min(most, math.ceil(steps / (every or max(steps, 1))))
-    facts = f"a checkpoint takes {size / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free in {directory.path}"
+    facts = f"a checkpoint takes {size_in_words(size)}, and {size_in_words(free)} are free in {directory.path}"
     if certain * size > free:
         raise StorageError(
             f"the disk has no room for {certain} checkpoint(s): {facts}",
