@@ -4,8 +4,6 @@
 """
 
 import dataclasses
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ from linrnn.runs.summary import names_of_run
 
 Say = Callable[[str], None]
 GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
-LARGEST = 4096  # sequences that are foreseen
 NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
 
 
@@ -192,6 +189,7 @@ def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, int | 
 
     from linrnn.core.machine import available_memory
     from linrnn.data import vocabulary_size
+    from linrnn.experiments.dry_run import largest_batch
     from linrnn.runs.environment import describe_environment
     from linrnn.training.plan import check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget
@@ -211,14 +209,8 @@ def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, int | 
             "here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-
-    def peak(batch: int) -> float:
-        trainer = dataclasses.replace(config.trainer, batch_size=config.trainer.batch_size * batch)
-        larger = dataclasses.replace(plan, config=dataclasses.replace(config, trainer=trainer))
-        estimate = larger.memory_estimate(arch)
-        return math.inf if estimate is None else estimate.peak
-
-    foreseen = bisect_right(range(1, LARGEST + 1), budget, key=peak) if peak(1) < math.inf else None
+    foreseen = largest_batch(plan, arch, budget)  # trainer.batch_size; `config` has that of one sequence on each rank
+    foreseen = None if foreseen is None else foreseen // config.trainer.batch_size
     return on_gpu, foreseen, describe_environment()
 
 
