@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, of_operator
+from cases import BF16, FP16, FP32, IGNORE, Case, draw, error, gradients, in_fp64
 from cce_kernels import linear_cross_entropy, linear_log_probs
-from everywhere import PLACES, devices, devices_with
+from everywhere import devices, devices_with, kernels
 from stored_cases import Stored, three_products
 from stored_cases import draw as draw_stored
 from torch import Tensor
@@ -36,7 +36,7 @@ CASES = {
     ),
     "fp16 chunks": (Case("fp16", shape=(70,), dim=24, vocab=1300, dtype=FP16), {"workspace_mib": 0.4}),
 }
-INTERPRETED_CASES = [name for name in CASES if name not in ("shift", "strided", "fp32 sums", "all ignored")]
+INTERPRETED_CASES = ("everything", "chunks", "one entry", "autocast, flat", "bf16 everything", "fp16 chunks")
 
 
 def of_logits(
@@ -109,10 +109,7 @@ def test_log_probs_are_row_losses_and_take_the_same_gradients(dtype, device):
     assert entropies.sum().item() / (targets != IGNORE).sum().item() == pytest.approx(metrics["entropy"].item(), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param(device, marks=marks, id=place) for place, (device, marks) in PLACES.items() if place != "cpu"],
-)
+@kernels
 def test_stored_exponentials_serve_all_but_the_entropys_gradient(device):
     """The planner's three products; a gradient of the entropies takes four."""
     e, c, targets = draw_stored(Stored("stored"), device)
@@ -161,32 +158,6 @@ def test_a_bias_of_minus_infinity_and_upstream_nan_of_ignored_rows(device):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_entropy": True}, {"return_entropy": True, "shift": 1}], ids=str)
-def test_inside_a_compiled_program(options):
-    e, c, targets, bias = draw(Case("compiled", shape=(5, 9), bias=True), "cpu")
-
-    def program(e, c, bias):
-        found = linear_log_probs(e * 2, c, targets, bias=bias, temperature=0.5, **options)
-        return policy_loss_of(found)
-
-    def policy_loss_of(found):
-        return found.square().sum() if isinstance(found, Tensor) else (found[0] * found[1]).sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)(e, c, bias)
-    torch.testing.assert_close(compiled, program(e, c, bias))
-    each = gradients(compiled, (e, c, bias)), gradients(program(e, c, bias), (e, c, bias))
-    for a, b in zip(*each, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"softcap": 9.0}], ids=str)
-def test_the_custom_operator_keeps_to_pytorchs_rules(options):
-    inputs = draw(Case("operator", shape=(20,), dim=8, vocab=30, bias=True), "cpu")
-    arguments = of_operator(*inputs, reduction="none", return_lse=False, **options)
-    torch.library.opcheck(torch.ops.cce_kernels.cross_entropy.default, arguments)
-
-
 def test_no_rows_no_gradients_and_no_second_derivative():
     e, c = torch.randn(0, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     found = linear_log_probs(e, c, torch.empty(0, dtype=torch.long), return_entropy=True)
@@ -208,19 +179,3 @@ def test_no_rows_no_gradients_and_no_second_derivative():
     (grad,) = torch.autograd.grad(entropies.sum(), e, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        (TypeError, "temperature", "1"), (TypeError, "temperature", None), (TypeError, "temperature", True),
-        (TypeError, "temperature", torch.ones(())), (ValueError, "temperature", 0.0), (ValueError, "temperature", -1),
-        (ValueError, "temperature", float("inf")), (ValueError, "temperature", float("nan")),
-        (ValueError, "softcap", -1.0), (TypeError, "bias", [1.0]), (ValueError, "shift", -1),
-        (ValueError, "accumulate", "fp64"), (ValueError, "targets", torch.full((6,), 11)),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_refused_by_name(kind, name, value):
-    arguments = {"e": torch.randn(6, 8), "c": torch.randn(11, 8), "targets": torch.arange(6), name: value}
-    with pytest.raises(kind, match=f"^{name}: "):
-        linear_log_probs(**arguments)

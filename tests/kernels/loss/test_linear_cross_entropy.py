@@ -1,47 +1,27 @@
 """The public function on CPU tensors: what it accepts and rejects, and its promises beyond the numbers."""
 
+import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
-    BF16,
-    DEFAULTED,
-    FP32,
-    IGNORE,
-    Case,
-    check,
-    check_default_dtype,
-    draw,
-    error,
-    gradients,
-    in_fp64,
-    of_operator,
-    torch_path,
-)
+from cases import BF16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, of_operator, torch_path
 from cce_kernels import (
     PRESETS,
+    LinearCrossEntropyLoss,
     WorkspaceTooSmall,
     linear_cross_entropy,
     linear_log_probs,
-    predicted_tokens,
     reference_linear_cross_entropy,
 )
 from cce_kernels.accumulator import Accumulator
-from hypothesis import given, settings
-from random_cases import random_cases
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(random_cases)
-def test_any_shape_dtype_stride_and_option(case):
-    check(case, "cpu", floor=1e-5)  # one row of one dimension may cancel, by chance not in torch's order
 
 
 @pytest.mark.parametrize("chain", ["e", "c", "both"])
@@ -67,18 +47,6 @@ def test_tied_weights_sum_both_gradients():
     base = torch.autograd.grad(loss(lambda e, c, t: torch_path(e, c, t, None), c), c)[0]
     grad = torch.autograd.grad(loss(linear_cross_entropy, c), c)[0]
     assert error(grad, want) <= 2 * error(base, want) + 1e-6
-
-
-def test_autocast_multiplies_in_bf16_and_returns_gradients_in_fp32():
-    e, c, targets, bias = draw(Case("autocast", bias=True), "cpu")
-    rounded = [x.detach().bfloat16().double().requires_grad_() for x in (e, c)]
-    truth, _ = reference_linear_cross_entropy(*rounded, targets, bias=bias.double())
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(e, c, targets, bias=bias)
-    assert error(loss, truth) < 1e-6
-    for grad, want in zip(gradients(loss, (e, c)), gradients(truth, tuple(rounded)), strict=True):
-        assert grad.dtype == torch.float32
-        assert error(grad, want) < 1e-6  # the torch path multiplies the rounded inputs in fp32
 
 
 def test_backward_inside_autocast_is_the_same_as_outside():
@@ -117,13 +85,8 @@ def test_no_rows(reduction):
     assert e.grad.shape == e.shape
     assert not c.grad.any()
     assert not bias.grad.any()
-
-
-@pytest.mark.parametrize("needs", [True, False])
-def test_no_rows_add_nothing_to_main_grad_and_leave_c_without_a_gradient(needs):
-    e, c = torch.randn(0, 8, requires_grad=needs), torch.randn(5, 8, requires_grad=True)
-    summed = torch.zeros_like(c)
-    linear_cross_entropy(e, c, torch.empty(0, dtype=torch.long), main_grad_c=summed).backward()
+    c.grad, summed = None, torch.zeros_like(c)
+    linear_cross_entropy(e.detach(), c, targets, main_grad_c=summed).backward()
     assert c.grad is None
     assert not summed.any()
 
@@ -170,12 +133,6 @@ def test_an_ignore_index_that_the_targets_type_cannot_hold_is_no_target(dtype, w
     for options in ({"shift": 2}, {}):
         loss = linear_cross_entropy(e, c, targets.to(dtype), ignore_index=ignore_index, **options)
         assert loss == linear_cross_entropy(e, c, targets, ignore_index=ignore_index, **options)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float64], ids=str)
-@pytest.mark.parametrize("options", DEFAULTED.values(), ids=DEFAULTED)
-def test_the_default_dtype_changes_nothing(options, dtype):
-    check_default_dtype(options, dtype, "cpu")
 
 
 def test_kahan_keeps_what_plain_sums_lose():
@@ -225,12 +182,11 @@ def test_statistics_without_a_filter_say_that_nothing_was_dropped():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"filter_eps": 2**-6}], ids=str)
-def test_statistics_break_the_graph_of_a_compiled_program(options):
+def test_statistics_break_the_graph_of_a_compiled_program():
     e, c, targets, _ = draw(Case("compiled_stats", peak=4), "cpu")
 
     def program(e, c):
-        return linear_cross_entropy(e * 2, c, targets, return_stats=True, **options)
+        return linear_cross_entropy(e * 2, c, targets, return_stats=True, filter_eps=2**-6)
 
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="return_stats=True runs outside of a compiled graph"):
@@ -254,26 +210,6 @@ def test_a_second_derivative_is_refused(wanted):
     penalised = loss + grad.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(penalised, {"e": e, "c": c, "bias": bias, "scale": scale}[wanted])
-
-
-def _batched_gradients(e, c, targets):
-    rows = linear_cross_entropy(e.requires_grad_(), c, targets, reduction="none")
-    return torch.autograd.grad(rows, e, torch.eye(len(rows)), is_grads_batched=True)
-
-
-TRANSFORMS = {
-    "vmap": lambda e, c, targets: torch.func.vmap(lambda x: linear_cross_entropy(x, c, targets))(torch.stack([e, e])),
-    "vmap of tokens": lambda e, c, _: torch.func.vmap(lambda x: predicted_tokens(x, c))(torch.stack([e, e])),
-    "grad": lambda e, c, targets: torch.func.grad(lambda x: linear_cross_entropy(x, c, targets))(e),
-    "jvp": lambda e, c, targets: torch.func.jvp(lambda x: linear_log_probs(x, c, targets), (e,), (e,)),
-    "batched gradients": _batched_gradients,
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_torch_func_are_refused(transform):
-    with pytest.raises(RuntimeError, match=r"^cce_kernels: torch.func transforms .* are not supported; give all rows"):
-        TRANSFORMS[transform](E.clone(), C, T)
 
 
 def test_a_workspace_too_small_can_be_pickled():
@@ -314,17 +250,35 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_inside_a_compiled_program():
-    e, c, targets, _ = draw(Case("compiled"), "cpu")
+WEIGHTED = {"shift": 1, "label_smoothing": 0.1}
+COMPILED: dict[str, Callable[..., Any]] = {
+    "mean": lambda e, c, t, bias, w: 3 * linear_cross_entropy(2 * e, c, t),
+    "weighted rows": lambda e, c, t, bias, w: linear_cross_entropy(
+        2 * e, c, t, token_weights=2 * w, reduction="none", **WEIGHTED
+    ).sum(),
+    "module": lambda e, c, t, bias, w: LinearCrossEntropyLoss(label_smoothing=0.1)(2 * e, c, t, bias),
+    "entropies": lambda e, c, t, bias, w: math.prod(
+        linear_log_probs(2 * e, c, t, bias=bias, return_entropy=True, shift=1)
+    ).sum(),
+}
 
-    def program(e, c):
-        return linear_cross_entropy(e * 2, c, targets) * 3
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_inside_a_compiled_program(name):
+    e, c, targets, bias = draw(Case("compiled", shape=(5, 9), bias=True), "cpu")
+    weights = torch.rand(5, 9, generator=torch.Generator().manual_seed(3))
+
+    def program(e, c, bias):
+        return COMPILED[name](e, c, targets, bias, weights)
 
     torch._dynamo.reset()
-    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)(e, c)  # no graph break
-    torch.testing.assert_close(compiled, program(e, c))
-    for a, b in zip(gradients(compiled, (e, c)), gradients(program(e, c), (e, c)), strict=True):
-        torch.testing.assert_close(a, b)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)(e, c, bias)  # no graph break
+    torch.testing.assert_close(compiled, program(e, c, bias))
+    each = (torch.autograd.grad(x, (e, c, bias), allow_unused=True) for x in (compiled, program(e, c, bias)))
+    for a, b in zip(*each, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("filter_eps", [None, 2**-8])
@@ -357,98 +311,6 @@ def test_the_reference_passes_gradcheck():
         return reference_linear_cross_entropy(e, c, targets.long(), bias=bias, **options)
 
     assert torch.autograd.gradcheck(loss, (e, c, bias))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"reduction": "average"}, ValueError, "reduction: must be one of mean, sum, none, got 'average'"),
-        ({"shift": -1}, ValueError, "shift: must lie in"),
-        ({"shift": 7}, ValueError, "shift: must lie in"),
-        ({"shift": 1.0}, TypeError, "shift: must be an integer"),
-    ],
-)
-def test_the_reference_refuses_what_the_loss_refuses(wrong, error, message):
-    """It took the mean for any other reduction, and other rows for a negative shift."""
-    for function in (linear_cross_entropy, reference_linear_cross_entropy):
-        with pytest.raises(error, match=f"^{message}"):
-            function(E, C, T, **wrong)
-
-
-E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
-REFUSED = {
-    "e": {"e": E.double()},
-    "c": {"c": C.T},
-    "c: must be": {"c": C[0, 0]},
-    "c: is a TwoTensor": {"c": TwoTensor(C, C)},
-    "targets": {"targets": T[:5]},
-    "targets: must be integers": {"targets": T.float()},
-    "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
-    "ignore_index: must fit 64 bits": {"ignore_index": 2**70},
-    "bias": {"bias": torch.zeros(10)},
-    "token_weights: must be bfloat16": {"token_weights": torch.ones(6, dtype=torch.int64)},
-    "token_weights: must be (6,) like targets".replace("(", r"\(").replace(")", r"\)"): {
-        "token_weights": torch.ones(5)
-    },
-    "token_weights: requires a gradient": {"token_weights": torch.ones(6, requires_grad=True)},
-    "token_weights: is on meta": {"token_weights": torch.ones(6, device="meta")},
-    "main_grad_c": {"main_grad_c": torch.zeros(11, 8, dtype=torch.bfloat16)},
-    "reduction": {"reduction": "average"},
-    "shift": {"shift": -1},
-    "softcap": {"softcap": 0.0},
-    "softcap: must be positive": {"softcap": float("inf")},
-    "logit_scale: must be finite": {"logit_scale": float("nan")},
-    "logit_scale: must be a number": {"logit_scale": torch.tensor(2.0, requires_grad=True)},
-    "label_smoothing": {"label_smoothing": 1.5},
-    "label_smoothing: cannot combine with filter_eps": {"label_smoothing": 0.1, "filter_eps": 0.1},
-    "z_loss": {"z_loss": -1.0},
-    "z_loss: must be finite": {"z_loss": float("nan")},
-    "filter_eps": {"filter_eps": 1.0},
-    "filter_eps: must lie in": {"filter_eps": 1e-50},  # 0 in fp32
-    "filter_unbiased: says how": {"filter_unbiased": True},
-    "filter_mass: says how": {"filter_mass": 0.5},
-    "filter_if_faster: says how": {"filter_if_faster": True},
-    "filter_mass": {"filter_eps": 0.1, "filter_mass": 1.0},
-    "accumulate": {"accumulate": "fp64"},
-    "workspace_mib": {"workspace_mib": 0},
-    "workspace_mib: must be positive and finite": {"workspace_mib": float("inf")},
-    "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},
-    "preset": {"preset": "cce"},
-    "filter_eps: comes from preset": {"preset": "cce_filter", "filter_eps": 0.5},
-    "filter_if_faster: comes from preset": {"preset": "cce_kahan", "filter_if_faster": True},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_wrong_arguments_are_refused_by_name(message):
-    arguments = {"e": E, "c": C, "targets": T} | REFUSED[message]
-    with pytest.raises(ValueError, match=f"^{message}"):
-        linear_cross_entropy(**arguments)
-
-
-READ_ONCE = {"e", "c", "targets", "bias", "main_grad_c", "ignore_index", "reduction", "shift"}
-
-
-@pytest.mark.parametrize("message", [key for key, wrong in REFUSED.items() if wrong.keys() <= READ_ONCE])
-def test_wrong_inputs_are_refused_after_right_ones_have_passed(monkeypatch, message):
-    """On a GPU the checks are left out for inputs like those of an earlier call. Targets' values are not checked."""
-    from cce_kernels import arguments
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(arguments, "_PASSED", set())
-    right = {"e": E, "c": C, "targets": T, "bias": None, "main_grad_c": None}
-    right |= {"ignore_index": -100, "reduction": "mean", "shift": 0}
-
-    def check(**wrong):
-        *tensors, ignore_index, reduction, shift = (right | wrong).values()
-        arguments.check_inputs(tuple(tensors), ignore_index, reduction, shift, 0)
-
-    for _ in range(2):
-        check()
-    if "lies outside" not in message:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            check(**REFUSED[message])
-    assert len(arguments._PASSED) == 1
 
 
 def test_it_runs_where_numpy_is_not_installed_and_without_torchs_compiler():

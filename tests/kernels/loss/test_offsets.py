@@ -34,7 +34,7 @@ def draw(device: str, offset: float, masked: float) -> tuple[Tensor, Tensor, Ten
 
 
 @devices_with("call", CALLS, ["mean", "z_loss"])
-@pytest.mark.parametrize("offset", [1e3, -1e4, 1e5])
+@pytest.mark.parametrize("offset", [-1e4, 1e5])
 def test_loss_and_gradients_are_as_exact_as_without_an_offset(offset, call, device):
     e, c, targets, bias = draw(device, offset, 0.0)
     e64, c64, bias64 = in_fp64(e, c, bias)
@@ -55,7 +55,7 @@ def everything(e: Tensor, c: Tensor, targets: Tensor, bias: Tensor) -> list[Tens
 
 
 @devices_with("masked", MASKED, MASKED)
-@pytest.mark.parametrize("offset", [1e3, -1e4, 1e5])
+@pytest.mark.parametrize("offset", [-1e4, 1e5])
 def test_results_and_gradients_that_no_offset_changes(offset, masked, device):
     for got, want in zip(
         everything(*draw(device, offset, masked)), everything(*draw(device, 0.0, masked)), strict=True

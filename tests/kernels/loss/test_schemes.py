@@ -71,12 +71,9 @@ def test_the_default_is_close_to_the_fastest_and_takes_less_memory_where_that_co
     shape = (16384, 2048, 128256)  # 4 GiB of logits
     assert chosen(shape).rows == 8192
     assert products(shape, 8192) <= SLOWER * 3 < products(shape, 5504)
-    assert chosen((8192, 2304, 256000)).rows == 4096  # the fastest that the limit of 2 GiB allows
-
-
-def test_the_default_takes_almost_all_of_its_limit_where_logits_are_larger_and_rows_are_few():
-    mib = 2 * chosen((8192, 2304, 256000)).rows * 256000 / MIB
-    assert 0.9 * MOST_DEFAULT_MIB <= mib <= MOST_DEFAULT_MIB
+    shape = (8192, 2304, 256000)
+    assert chosen(shape).rows == 4096  # the fastest that the limit of 2 GiB allows
+    assert 0.9 * MOST_DEFAULT_MIB <= 2 * 4096 * shape[2] / MIB <= MOST_DEFAULT_MIB
 
 
 def test_the_default_takes_no_more_memory_than_the_logits_where_operands_are_copied():
@@ -189,35 +186,20 @@ def if_faster(shape: tuple[int, int, int], **options) -> Plan:
     return found
 
 
-@pytest.mark.parametrize(
-    "shape", [(8192, 2304, 256000), (16384, 2048, 128256), (4096, 4096, 128256), (16384, 2048, 65536)], ids=str
-)
-def test_a_filter_that_need_be_faster_is_taken_on_large_vocabularies(shape):
-    assert not if_faster(shape).exact
-    assert not if_faster(shape, filter_unbiased=False).exact
-    assert not if_faster(shape, workspace_mib=256).exact
-    assert if_faster(shape, filter_eps=2.0**-15).exact  # long lists
-    assert if_faster(shape, filter_c=False).exact  # no lists
-    for option in ({"softcap": 30.0}, {"dtype": FP32}, {"dtype": FP16}):
-        assert if_faster(shape, **option).exact
+LARGE = [(8192, 2304, 256000), (16384, 2048, 128256), (4096, 4096, 128256), (16384, 2048, 65536)]
+SMALL = [(16384, 256, 32000), (32768, 1024, 32000), (2048, 2048, 32000), (512, 4096, 128256), (600, 64, 500)]
+FILTERS = ({}, {"filter_unbiased": False}, {"workspace_mib": 256}, {"grad_c": None, "main_grad": True})
+EXACT = (  # long lists, no lists, what lists do not serve, a gradient that nobody wants
+    {"filter_eps": 2.0**-15}, {"filter_c": False}, {"softcap": 30.0}, {"dtype": FP32}, {"dtype": FP16},
+    {"grad_e": None}, {"grad_c": None},
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(16384, 256, 32000), (32768, 1024, 32000), (2048, 2048, 32000), (512, 4096, 128256), (600, 64, 500)],
-    ids=str,
-)
-def test_a_filter_that_need_be_faster_is_left_out_on_small_problems(shape):
-    assert if_faster(shape).exact
+@pytest.mark.parametrize("shape", [*LARGE, *SMALL], ids=str)
+def test_a_filter_that_need_be_faster_is_taken_on_large_vocabularies_alone(shape):
+    assert all(if_faster(shape, **options).exact == (shape in SMALL) for options in FILTERS)
+    assert all(if_faster(shape, **options).exact for options in EXACT)
     assert not chosen(shape, **FILTER).exact
-
-
-def test_a_gradient_that_nobody_wants_makes_the_exact_loss_faster():
-    shape = (16384, 2048, 65536)
-    assert not if_faster(shape).exact
-    assert if_faster(shape, grad_e=None).exact
-    assert if_faster(shape, grad_c=None).exact
-    assert not if_faster(shape, grad_c=None, main_grad=True).exact
 
 
 def test_more_rows_never_leave_out_a_filter_until_its_lists_fill_the_workspace():
