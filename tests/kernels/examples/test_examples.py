@@ -73,7 +73,7 @@ def test_an_example_trains_with_this_loss(name, calls, tmp_path):
     trains(name, "cpu", calls, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "multi_token_prediction", "hf_trainer"])
+@pytest.mark.parametrize("name", ["plain_loop", "hf_trainer"])
 def test_an_example_run_as_a_script_needs_no_gpu_and_leaves_nothing(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_the_example_that_needs_a_gpu_says_so(capsys, monkeypatch):
     assert capsys.readouterr().out == "FLA's layers need a GPU\n"
 
 
-@pytest.mark.parametrize("name", ["lightning_module", *POLICIES])
+@pytest.mark.parametrize("name", ["lightning_module", "trl_dpo"])
 def test_an_example_trains_on_the_device_that_exists(name, calls, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     utils = importlib.import_module("trl.trainer.utils")
@@ -104,28 +104,19 @@ def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
     trains(name, "cuda", calls, tmp_path)
 
 
-def trains_a_policy(name: str, device: str, calls: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_with_these_log_probabilities_on_a_gpu(name, calls, tmp_path, monkeypatch):
     """The loss of a policy says little; tests/kernels/huggingface/test_trl.py compares it with TRL's own."""
     utils = importlib.import_module("trl.trainer.utils")
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)  # restored after the test
-    losses = load(name).main(device=device, folder=str(folder))
+    losses = load(name).main(device="cuda", folder=str(tmp_path))
     assert len(set(losses)) == 5
     assert all(map(math.isfinite, losses))
     if name == "trl_dpo":
         assert losses[0] == pytest.approx(math.log(2), abs=0.05)
         assert losses[-1] < losses[0] - 0.1
-    assert len([place for place in calls if place == device]) >= 5
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_trains_with_these_log_probabilities(name, calls, tmp_path, monkeypatch):
-    trains_a_policy(name, "cpu", calls, tmp_path, monkeypatch)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_trains_with_these_log_probabilities_on_a_gpu(name, calls, tmp_path, monkeypatch):
-    trains_a_policy(name, "cuda", calls, tmp_path, monkeypatch)
+    assert len([place for place in calls if place == "cuda"]) >= 5
 
 
 def test_flames_file_registers_the_backend():
