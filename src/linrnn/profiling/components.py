@@ -184,7 +184,7 @@ class PartClock:
             if not torch.is_grad_enabled():
                 return None
             self.begin(f"{part}/{'recomputed' if self._backward else 'forward'}")
-            given = {**dict(enumerate(args)), **kwargs}
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
             for name, value in given.items():
                 if torch.is_tensor(value) and value.requires_grad:  # the first
                     given[name] = marked(value, lambda: self.end(f"{part}/backward"))

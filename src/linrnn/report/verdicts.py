@@ -286,7 +286,7 @@ def _searched(target: Target, own: dict[str, Any], base: dict[str, Any], names: 
         enough = base["exact"] and bool(batches) and target.rule == AT_LEAST and batches[0] >= target.bound
         doubts = [] if enough or not inexact else [inexact]
         return judge(target, *names, batches, setting=where, remark="" if doubts else inexact, doubts=doubts)
-    probes = [  # at the largest batch; empty if none fitted
+    probes: list[dict[str, Any]] = [  # at the largest batch; empty if none fitted
         next((p for p in answer["probes"] if p["batch"] == answer["max_sequences"] and p["fits"]), {})
         for answer in (own, base)
     ]
