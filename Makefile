@@ -11,8 +11,8 @@ ARGS ?=
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
-train: $(VENV)/base   ## set up, then `python train.py`: a small GLA with loss=cce_kahan (overrides: ARGS="size=mve …")
-	$(RUN) train.py $(ARGS)
+train: $(VENV)/base   ## set up, then `python train.py experiment=laptop`: a small GLA, a minute (or any other: ARGS="size=mve …")
+	$(RUN) train.py $(or $(ARGS),experiment=laptop)
 
 test: $(VENV)/test    ## set up, then every test that needs no GPU, two files at a time (ARGS="-k name" selects)
 	@$(RUN) -m compileall -qq src kernels || true
