@@ -1,15 +1,19 @@
 """A trained model is exported as a Hugging Face directory with equal logits, and both generate text."""
 
+import base64
 import io
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import huggingface_hub
 import pytest
 import small_disk
 import torch
@@ -20,8 +24,8 @@ from linrnn.config import last_of_each, load_config
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError
 from linrnn.data.tokenizer import train_tokenizer
-from linrnn.inference.export import export
-from linrnn.inference.generate import prompt_of, readable, samples
+from linrnn.inference.export import export, push_to_hub
+from linrnn.inference.generate import Stream, prompt_of, prompts, readable, samples
 from linrnn.inference.load import load_trained
 from linrnn.training.trainer import Trainer
 
@@ -182,6 +186,76 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
     assert "it/s]" not in (tmp_path / "log").read_text(), "transformers shows a bar for each file"
     weights = (directory / "model.safetensors" for directory in (tmp_path / "out", tmp_path / "again"))
     assert len({path.read_bytes() for path in weights}) == 1
+
+
+def test_a_sample_is_printed_while_it_grows_and_prompts_come_from_the_keyboard(
+    text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_trained(str(trained(text).directory.path), CPU)
+    stream, seen = Stream(run), []
+
+    def show(prompt: list[int], tokens: list[int]) -> None:
+        stream.show(prompt, tokens)
+        seen.append(capsys.readouterr().out)
+
+    [(prompt, tokens)] = samples(run, options(prompt="the cat", max_new_tokens=12, seed=1), show)
+    stream.end(prompt, tokens)
+    assert len(seen) == len(tokens)
+    assert seen[0].startswith("the cat")
+    assert "".join([*seen, capsys.readouterr().out]) == readable(run, prompt + tokens) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nthe mat\n\nnever\n"))
+    assert [one.prompt for one in prompts(options(prompt="-", seed=4))] == ["the cat", "the mat"]
+    assert list(prompts(options(prompt="the"))) == [options(prompt="the")]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Stands in for the Hugging Face hub: takes a repository and a commit."""
+
+    requests: ClassVar[list[tuple[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.requests.append((self.path, body))
+        answer: dict[str, Any] = {"url": f"http://{self.headers['Host']}/me/model", "commitUrl": "u", "commitOid": "0"}
+        if "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        code = 401 if "/refused" in self.path + body else 200
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_an_export_is_pushed_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("a card")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
+        assert push_to_hub(tmp_path / "out", "me/model", private=True).endswith("me/model")
+        [created] = [json.loads(body) for path, body in Hub.requests if path.endswith("/repos/create")]
+        assert (created["name"], created["private"]) == ("model", True)
+        [commit] = [body for path, body in Hub.requests if "/commit/" in path]
+        lines = [json.loads(line) for line in commit.splitlines()]
+        sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+        assert base64.b64decode(sent["README.md"]) == b"a card"
+        assert sent.keys() == {"README.md", "config.json"}
+        with pytest.raises(StorageError, match="was not uploaded") as error:
+            push_to_hub(tmp_path / "out", "me/refused", private=False)
+        assert "hf auth login" in error.value.remedy
+        hub.shutdown()
+    with pytest.raises(ConfigError, match="OWNER/NAME"):
+        push_to_hub(tmp_path / "out", "a/b/c", private=True)
 
 
 def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from linrnn.config import data_for, read_config
 from linrnn.config.schema import EvaluateConfig, ExportConfig, GenerateConfig
+from linrnn.core.output import say
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -65,7 +66,7 @@ def export(config: ExportConfig) -> None:
     """Export a model as a Hugging Face directory."""
     import torch
 
-    from linrnn.inference.export import check_output, export
+    from linrnn.inference.export import check_output, export, push_to_hub
     from linrnn.inference.load import load_trained
 
     check_output(Path(config.output))  # before the model is loaded, which takes longer
@@ -77,18 +78,22 @@ def export(config: ExportConfig) -> None:
     print(f"  import fla, transformers; transformers.AutoModelForCausalLM.from_pretrained({config.output!r})")
     flash = ", and the flash_attn package" * (trained.model.config.model_type == "transformer")
     print(f"    # without linrnn; FLA's kernels need a GPU{flash}")
+    if config.push_to_hub:
+        print(f"uploaded to {push_to_hub(Path(config.output), config.push_to_hub, private=config.hub_private)}")
 
 
 def generate(config: GenerateConfig) -> None:
     """Generate text from a model."""
-    from linrnn.inference.generate import readable, samples
+    from linrnn.inference.generate import Stream, prompts, samples
     from linrnn.inference.load import load_trained
     from linrnn.models import tuning
     from linrnn.training.runtime import resolve_device
 
     trained = load_trained(config.checkpoint, resolve_device(config.device))
+    stream = Stream(trained)
     with tuning.show_progress():
-        for number, (prompt, tokens) in enumerate(samples(trained, config)):
-            if number:
-                print("---")
-            print(readable(trained, prompt + tokens if prompt != [trained.eos_id] else tokens), flush=True)
+        for one in prompts(config):
+            for number, sample in enumerate(samples(trained, one, stream.show), start=1):
+                stream.end(*sample)
+                if number < one.n_samples:
+                    say("---")

@@ -626,6 +626,8 @@ class ExportConfig:
 
     checkpoint: str = option(MUST_BE_GIVEN, "a run (its newest checkpoint) or one of its checkpoints", path="read")
     output: str = option(MUST_BE_GIVEN, "a new directory for configuration, weights and tokenizer", path="written")
+    push_to_hub: str | None = option(None, "OWNER/NAME on the Hugging Face hub: the directory is uploaded there, too")
+    hub_private: bool = option(True, "true: a repository that push_to_hub makes is private")
 
 
 @dataclass
@@ -633,7 +635,7 @@ class GenerateConfig:
     """`python scripts/generate.py checkpoint=results/default/RUN prompt="Once upon a time" [temperature=0.8]`"""
 
     checkpoint: str = option(MUST_BE_GIVEN, "a run, a checkpoint, or a directory of scripts/export.py", path="read")
-    prompt: str | None = option(None, 'text to continue: prompt="Well, then"')
+    prompt: str | None = option(None, 'text to continue: prompt="Well, then"; -: asks for prompts, one a line')
     prompt_file: str | None = option(None, "a file with the prompt, taken literally; -: standard input", path="read")
     prompt_tokens: list[int] | None = option(
         None, "the prompt as token ids, as [1,2,3]: the only way for generated data. All three null: a new document"

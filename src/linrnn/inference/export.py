@@ -95,6 +95,29 @@ def export(trained: Trained, output: Path) -> None:
         raise StorageError(f"{output} cannot be written ({error.strerror})", "choose another output") from error
 
 
+def push_to_hub(directory: Path, name: str, *, private: bool) -> str:
+    """Upload an exported directory as a model of the hub, with the token of `hf auth login`. Returns its address.
+
+    Raises:
+        StorageError: the hub refuses it or cannot be reached. The directory stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(name, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload a model of linrnn")
+    except HFValidationError as error:
+        raise ConfigError(f"push_to_hub={name}: {first_line(error)}", "give it as OWNER/NAME") from error
+    except Exception as error:  # of the network, of HTTP, of a token
+        raise StorageError(
+            f"{name} was not uploaded to the hub ({first_line(error)})",
+            f"log in (hf auth login), then: hf upload {name} {directory}",
+        ) from error
+    return str(address)
+
+
 def check_output(output: Path) -> None:
     """Raise a ConfigError if `output` exists already."""
     if output.exists():

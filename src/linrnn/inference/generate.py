@@ -1,21 +1,64 @@
 """Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
+import dataclasses
 import inspect
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
+from linrnn.core.output import say
 from linrnn.inference.load import Trained
 from linrnn.models import tuning
 
 
-def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int], list[int]]]:
+def prompts(config: GenerateConfig) -> Iterator[GenerateConfig]:
+    """The configuration; with `prompt=-` one for each line at the keyboard, up to an empty one."""
+    if config.prompt != "-":
+        yield config
+        return
+    while True:
+        if sys.stdin.isatty():
+            say("prompt> ", end="")
+        if not (line := sys.stdin.readline().rstrip("\n")):
+            return
+        yield dataclasses.replace(config, prompt=line)
+
+
+class Stream:
+    """Prints samples while they grow, each after its prompt. A character of several tokens waits for its last."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained, self._shown = trained, ""
+
+    def show(self, prompt: list[int], tokens: list[int]) -> None:
+        """Print what is new of a sample."""
+        text = self._text(prompt, tokens)
+        if not text.endswith("\ufffd"):
+            say(text[len(self._shown) :], end="")
+            self._shown = text
+
+    def end(self, prompt: list[int], tokens: list[int]) -> None:
+        """Print the rest of a sample, and end its line."""
+        say(self._text(prompt, tokens)[len(self._shown) :])
+        self._shown = ""
+
+    def _text(self, prompt: list[int], tokens: list[int]) -> str:
+        return readable(self._trained, tokens if prompt == [self._trained.eos_id] else prompt + tokens)
+
+
+def samples(
+    trained: Trained, config: GenerateConfig, show: Callable[[list[int], list[int]], None] = lambda prompt, tokens: None
+) -> Iterator[tuple[list[int], list[int]]]:
     """For each sample, the token ids of the prompt and of its continuation.
+
+    Args:
+        show: called with the prompt and the continuation so far, after each token.
 
     Raises:
         ConfigError: text without a tokenizer, text that is not UTF-8, two prompts, or token ids outside the vocabulary.
@@ -42,7 +85,7 @@ def samples(trained: Trained, config: GenerateConfig) -> Iterator[tuple[list[int
     ids_1T = torch.tensor([prompt], device=next(model.parameters()).device)
     torch.manual_seed(config.seed)
     for number in range(1, config.n_samples + 1):
-        counter = _Counter(number, config)
+        counter = _Counter(number, config, partial(show, prompt))
         with torch.no_grad(), tuning.during(counter.text):
             output = model.generate(
                 ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=settings, streamer=counter
@@ -65,22 +108,26 @@ def _refuse_unknown_state() -> None:
 
 
 class _Counter:
-    """Takes the place of transformers' streamers, and counts the tokens of a sample for the progress lines."""
+    """Takes the place of transformers' streamers: shows a sample's tokens, and counts them for the progress lines."""
 
-    def __init__(self, sample: int, config: GenerateConfig) -> None:
-        self._sample, self._config = sample, config
-        self._pieces = 0
+    def __init__(self, sample: int, config: GenerateConfig, show: Callable[[list[int]], None]) -> None:
+        self._sample, self._config, self._show = sample, config, show
+        self._tokens: list[int] | None = None  # None before the prompt
 
     def put(self, ids: torch.Tensor) -> None:
         """The prompt comes first, then each token."""
-        self._pieces += 1
+        if self._tokens is None:
+            self._tokens = []
+        else:
+            self._tokens += ids.tolist()
+            self._show(self._tokens)
 
     def end(self) -> None:
         """Nothing is left to do."""
 
     def text(self) -> str:
         """`sample 1 of 3, 20 of 64 tokens`."""
-        done, config = max(self._pieces - 1, 0), self._config
+        done, config = len(self._tokens or ()), self._config
         return f"sample {self._sample} of {config.n_samples}, {done:,} of {config.max_new_tokens:,} tokens"
 
 
