@@ -23,6 +23,7 @@ from linrnn.losses import check_vocabulary_parallel
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import final_lines
+from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -315,3 +316,18 @@ def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names
+
+
+def test_samples_during_training_change_no_bit_of_it(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("trainer.max_steps=4", "trainer.checkpoint_every=0")
+    plain = records(fitted(small(*options, "run_name=plain")))
+    capsys.readouterr()
+    sampled = records(fitted(small(*options, "run_name=sampled", "trainer.sample_every=2")))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample at step")]
+    assert len(said) == 1, "of step 2: the run ends with step 4"
+    assert len(said[0].split(": ")[1].split()) == 16 + 32, "ids of the prompt and of what the model drew"
+    named = [[r["train/loss_nats"] for r in run if "train/loss_nats" in r] for run in (plain, sampled)]
+    assert named[0] == named[1]
+    assert len(named[0]) == 4
+    with pytest.raises(ConfigError, match=r"trainer\.sample_every reads whole weights"):
+        make_training_plan(load_config(small("trainer.sample_every=2", "trainer.compile=blocks")))

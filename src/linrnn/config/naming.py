@@ -22,6 +22,7 @@ OPERATIONAL = (
     "trainer.resume",
     "trainer.log_every",
     "trainer.valid_every",
+    "trainer.sample_every",
     "trainer.checkpoint_every",
     "trainer.checkpoint_minutes",
     "trainer.keep_checkpoints",

@@ -341,6 +341,11 @@ class TrainerConfig:
     deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
     valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
+    sample_every: int | None = option(
+        None,
+        "optimizer steps between samples of text on the console; null: none. Not with fsdp, vocab or compile",
+        minimum=1,
+    )
     valid_tokens: int | None = option(100000, "tokens of the validation set to read; null: all", minimum=1)
     checkpoint_every: int | None = option(
         None, "steps between checkpoints; null: only by the clock and at the end; 0: only when interrupted", minimum=0

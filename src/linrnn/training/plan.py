@@ -209,6 +209,11 @@ def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         "trainer.compile=blocks",
     )
     yield (
+        trainer.sample_every is not None and (sharded or trainer.compile != "none"),
+        "trainer.sample_every reads whole weights, token by token, which shards and compiled graphs do not allow",
+        "trainer.sample_every=null, or scripts/generate.py on a checkpoint",
+    )
+    yield (
         isinstance(config.optimizer, MuonConfig) and sharded and plan.world_size > 1,
         f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
         "parallel=ddp, or optimizer=adamw",

@@ -29,7 +29,7 @@ from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
 from linrnn.training.checkpointer import Checkpointer, check_room, foreseen_bytes
-from linrnn.training.evaluation import Evaluation, evaluate
+from linrnn.training.evaluation import Evaluation, evaluate, sample
 from linrnn.training.execution import compilation
 from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.execution.float8 import use_float8
@@ -37,6 +37,8 @@ from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients
 from linrnn.training.plan import check_step_fits, make_training_plan
 from linrnn.training.run_log import RunLog, StepRecord
 from linrnn.training.runtime import prepare_process, synchronize
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 32  # of a sample during training
 
 
 class Trainer:
@@ -254,6 +256,8 @@ class Trainer:
                     self.save()
                 if trainer.valid_every and self.step % trainer.valid_every == 0:
                     self.validate()
+                if trainer.sample_every and self.step % trainer.sample_every == 0:
+                    self.show_sample()
                 self._heed(wishes())
                 wishes = self.ranks.largest_later(self._wishes)
             self.log.gpu_state = gpu_state(self.device)  # while the device works on the last steps
@@ -361,6 +365,17 @@ class Trainer:
             self.log.validation(self.step, evaluation)
         self._validating = False
         return evaluation
+
+    def show_sample(self) -> None:
+        """Print how the model continues the first validation tokens. Only the first rank computes."""
+        if not self.ranks.is_first:
+            return
+        with self.log.speed.clock.paused():
+            prompt = self._valid_batches[0].input_ids[0, :PROMPT_TOKENS].to(self.device)
+            ids = sample(self.model, prompt, SAMPLE_TOKENS, precision=self.precision, seed=self.config.seed)
+            tokenizer = self.data.tokenizer
+            text = " ".join(map(str, ids)) if tokenizer is None else " ".join(tokenizer.decode(ids).split())
+            self.log.line(f"sample at step {self.step}: {text}")
 
     def save(self) -> None:
         """Start a checkpoint of a state whose loss is known to be finite. Every rank writes its own part."""
