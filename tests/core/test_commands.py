@@ -8,7 +8,7 @@ import pytest
 
 from linrnn.commands import COMMANDS
 from linrnn.config.manual import WIDTH, words_of
-from linrnn.core.output import as_started
+from linrnn.core.output import as_started, python
 from linrnn.runs import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,19 @@ def test_printed_commands_are_of_the_kind_that_was_typed(monkeypatch: pytest.Mon
     assert environment.command_line() == environment.typed_command() == "linrnn train model=gla"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert environment.command_line() == "torchrun --nproc-per-node=2 -m linrnn train model=gla"
+
+
+def test_every_printed_command_names_the_interpreter_in_one_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    assert python() == ".venv/bin/python"
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
+    assert python() == "python", "its environment is active"
+    monkeypatch.setattr(sys, "argv", ["linrnn sweep"])
+    assert as_started(".venv/bin/python scripts/report.py group=x") == "linrnn report group=x"
 
 
 def test_the_shell_completes_groups_options_and_keys() -> None:

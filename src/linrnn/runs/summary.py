@@ -13,7 +13,7 @@ from linrnn.config.schema import Config, VocabConfig
 from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import size_in_words
-from linrnn.core.output import PROGRAM, as_started, is_program
+from linrnn.core.output import PROGRAM, as_started, python
 from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
@@ -221,20 +221,18 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
-    here = Path(sys.executable)
-    python = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) and not is_program() else "python"
     by_vocabulary = isinstance(config.parallel, VocabConfig)
     other = (_NEXT_LOSS_BY_VOCABULARY if by_vocabulary else _NEXT_LOSS).get(config.loss.name, "cce_kahan")
     cache = config.data.cache_dir
     kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
     starter = Path(sys.argv[0])
     scripts = (starter.parent if starter.name == "train.py" else Path()) / "scripts"  # beside the train.py that ran
-    evaluate = shlex.join([str(python), str(scripts / "evaluate.py"), f"checkpoint={directory}", *kept])
+    evaluate = shlex.join([python(), str(scripts / "evaluate.py"), f"checkpoint={directory}", *kept])
     return [
         HINTS,
-        f"  {_with_loss(_train_command(config), other, python)}  # another loss",
+        f"  {_with_loss(_train_command(config), other)}  # another loss",
         *([f"  {evaluate}"] if checkpoints else []),
-        f"  {shlex.join([str(python), str(scripts / 'doctor.py')])}    # what runs on this machine",
+        f"  {shlex.join([python(), str(scripts / 'doctor.py')])}    # what runs on this machine",
     ]
 
 
@@ -245,8 +243,8 @@ def _train_command(config: Config) -> str:
     return shlex.join(["python", "train.py", *overrides_of(config)])
 
 
-def _with_loss(command: str, loss: str, python: Path | str) -> str:
+def _with_loss(command: str, loss: str) -> str:
     """The same command with another loss: without the options of its own loss, its run_name and trainer.resume."""
     own = ("loss=", "loss.", "run_name=", "trainer.resume=")
     starter, *words = [word for word in shlex.split(command) if not word.startswith(own)]
-    return shlex.join([str(python) if starter == "python" else starter, *words, f"loss={loss}"])
+    return shlex.join([python() if starter == "python" else starter, *words, f"loss={loss}"])
