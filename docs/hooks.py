@@ -27,10 +27,12 @@ TABLES = tuple(
     f"repository/results/{name}/"
     for name in (
         "summaries",
+        "bench_before_after",
         "bench_loss",
         "bench_models",
         "bench_parallel",
         "bench_steps",
+        "bench_trl",
         "bench_first_step",
     )
 )

@@ -1,0 +1,196 @@
+"""Hold two versions of the kernels beside each other, in one process: `python benchmarks/before_after.py before=PATH`.
+
+PATH is another checkout, as `git worktree add PATH COMMIT` makes it. Both versions take the same tensors, in shuffled
+order. A row says whether loss and gradients are equal bit by bit, and what this version takes in units of the other.
+
+`plain=true` adds this version with launches alone, without `runtime/program.py`'s repeated passes: a hook for saved
+tensors switches them off.
+"""
+
+import importlib
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import cce_kernels
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.problems import KINDS, Problem, make_problem, parse_shape, peak_bytes, time_ms
+from linrnn.config import cli
+from linrnn.config.compose import add_command
+from linrnn.config.schema import option
+from linrnn.core.errors import ConfigError
+from linrnn.core.output import say
+from linrnn.runs.environment import command_line
+from linrnn.training.runtime import resolve_device
+
+BEFORE, NOW, PLAIN = "before", "now", "now, launches alone"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact": {}, "256 MiB": {"workspace_mib": 256}, "filter": {"preset": "cce_filter"},
+    "metrics": {"return_metrics": True},
+}  # fmt: skip
+SEED = 0
+
+
+@dataclass
+class BenchConfig(common.Keys):
+    """Keys of the command line."""
+
+    before: str = option("before", "another checkout, or what it is made of: a folder with kernels/cce_kernels")
+    shapes: list[str] = option(["llama_1b3", "mve", "2048x2048x32000"], "NxDxV, or names of benchmarks/loss.py's")
+    options: list[str] = option(["exact", "256 MiB", "filter"], f"of {', '.join(OPTIONS)}")
+    logits: str = option("peaked", " | ".join(KINDS), choices=KINDS)
+    plain: bool = option(False, "this version with launches alone, too")
+    rounds: int = option(10, "timed calls of each version", minimum=2)
+    warmup: int = option(5, "calls of each version before the timed ones", minimum=4)
+
+
+add_command("bench_before_after", BenchConfig)
+
+
+@dataclass
+class Row:
+    """Forward and backward pass of one version."""
+
+    shape: str
+    options: str
+    label: str  # before | now | now, launches alone
+    run: str  # id in runs.jsonl
+    ms: float  # median
+    ratio: float  # to `before` in the same round, median
+    ratio_low: float  # ends of the bootstrap interval of 95 %
+    ratio_high: float
+    equal: bool  # loss and gradients have the bits of `before`
+    mib: float | None  # beyond inputs and gradients
+    rounds_ms: list[float] = field(default_factory=list)
+    status: str = "ok"
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+def load(checkout: Path, folder: Path) -> ModuleType:
+    """The kernels of another checkout, as a package of another name: torch knows operators by their name."""
+    source, name = checkout / "kernels" / "cce_kernels", f"cce_kernels_{folder.name}"
+    if not source.is_dir():
+        raise ConfigError(f"before: {source} does not exist", "git worktree add PATH COMMIT, then before=PATH")
+    shutil.copytree(source, folder / name)
+    for path in (folder / name).rglob("*.py"):
+        path.write_text(path.read_text(encoding="utf-8").replace("cce_kernels", name), encoding="utf-8")
+    sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
+
+
+def launches_alone() -> AbstractContextManager[Any]:
+    """Without repeated passes, which a hook for saved tensors excludes."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def measure(config: BenchConfig, before: ModuleType, device: torch.device, run: str) -> Iterator[list[Row]]:
+    versions = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
+    if config.plain:
+        versions[PLAIN] = (cce_kernels, launches_alone)
+    shuffled = random.Random(SEED).sample
+    for text in config.shapes:
+        problem = make_problem(parse_shape(text), config.logits, torch.bfloat16, device, SEED)
+        for options in config.options:
+            calls = {name: partial(call, *of, problem, options) for name, of in versions.items()}
+            found = {}
+            for name, action in calls.items():
+                losses = [action() for _ in range(config.warmup)]
+                found[name] = [losses[-1].clone(), *(x.clone() for x in problem.gradients())]
+            equal = {name: all(map(torch.equal, found[BEFORE], tensors)) for name, tensors in found.items()}
+            found.clear()
+            ms: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(config.rounds):
+                for name in shuffled([*calls], len(calls)):
+                    ms[name].append(time_ms(calls[name], device))
+            yield [
+                row(text, options, name, run, ms[name], ms[BEFORE], equal[name], memory(problem, action, device))
+                for name, action in calls.items()
+            ]
+        del calls, action
+        common.free(device)
+
+
+def call(of: ModuleType, context: Any, problem: Problem, options: str) -> torch.Tensor:
+    problem.clear_gradients()
+    with context():
+        found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, problem.labels_N, **OPTIONS[options])
+    loss = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    return loss.detach()
+
+
+def memory(problem: Problem, action: Any, device: torch.device) -> float | None:
+    problem.clear_gradients()
+    peak = peak_bytes(action, device)
+    return None if peak is None else (peak - problem.gradient_bytes) / 2**20
+
+
+def row(
+    shape: str, options: str, label: str, run: str, ms: list[float], base: list[float], equal: bool, mib: float | None
+) -> Row:
+    ratios = np.array(ms) / np.array(base)
+    ends = common.interval_of_median(ratios, SEED)
+    return Row(shape, options, label, run, median(ms), float(np.median(ratios)), *ends, equal, mib, ms)
+
+
+def run_benchmark(config: BenchConfig, command: str) -> None:
+    """Measure every shape. Its rows are written as soon as it is done."""
+    if unknown := set(config.options) - set(OPTIONS):
+        raise ConfigError(f"options: there is no {', '.join(sorted(unknown))}", f"choose {', '.join(OPTIONS)}")
+    directory, device = common.results_directory(config, "bench_before_after"), resolve_device(config.device)
+    with tempfile.TemporaryDirectory() as folder:
+        before = load(Path(config.before), Path(folder))
+        run = common.begin_run(directory, command, config)["id"]
+        for rows in measure(config, before, device, run):
+            common.append_rows(directory, rows)
+            times = ", ".join(f"{row.label} {row.ms:.2f} ms ({row.ratio:.3f})" for row in rows)
+            say(
+                f"{rows[0].shape}, {rows[0].options}: {times}"
+                + ("" if all(row.equal for row in rows) else ", bits differ")
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- the page
+COLUMNS: common.Columns = {
+    "shape": lambda row: row.shape,
+    "options": lambda row: row.options,
+    "version": lambda row: row.label,
+    "n": lambda row: len(row.rounds_ms),
+    "ms": "ms:.2f",
+    "/ before": "ratio:.3f",
+    "95 %": lambda row: common.interval(row.ratio_low, row.ratio_high),
+    "MiB": "mib:.0f",
+    "equal bits": lambda row: "yes" if row.equal else "no",
+}
+
+
+def write_report(directory: Path) -> Sequence[Path]:
+    """Write before_after.md from the last row of every shape, options and version; returns its path."""
+    rows = common.last_rows(directory, Row, key=lambda row: (row.shape, row.options, row.label))
+    return common.write_report(directory, "before_after", "Two versions of the kernels", {"Calls": rows}, COLUMNS)
+
+
+def main(config: BenchConfig) -> None:
+    if config.measure:
+        run_benchmark(config, command_line())
+    say(
+        "wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_before_after")))
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, "bench_before_after", __doc__)
