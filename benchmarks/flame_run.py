@@ -161,15 +161,18 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         paths = os.pathsep.join([name, str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
         for loss in config.losses:
             path = write_config(config, loss, source, folder)
-            ended = subprocess.run(
-                [*LAUNCH, LOSSES[loss][0], "--job.config_file", str(path)], cwd=source, text=True,
-                env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            registered = f"{CHECK} True" in ended.stdout
-            if ended.returncode or registered != (loss == "cce_kahan"):
-                for line in ended.stdout.splitlines()[-LAST_LINES:]:
+            log = directory / f"{loss}.log"
+            say(f"{loss}: flame trains, its output goes to {log}")
+            with log.open("w", encoding="utf-8") as output:
+                exit_code = subprocess.run(
+                    [*LAUNCH, LOSSES[loss][0], "--job.config_file", str(path)], cwd=source, stdout=output,
+                    stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+                ).returncode  # fmt: skip
+            printed = log.read_text(encoding="utf-8")
+            if exit_code or (f"{CHECK} True" in printed) != (loss == "cce_kahan"):
+                for line in printed.splitlines()[-LAST_LINES:]:
                     say(f"  {line}")
-                raise LinrnnError(f"losses: flame's run with {loss} failed", "mend what its last lines above name")
+                raise LinrnnError(f"losses: flame's run with {loss} failed", f"mend what {log} names")
             rows = logged(folder / loss / "tb", loss, run_id)
             common.append_rows(directory, rows)
             measured += rows
