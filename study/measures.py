@@ -135,14 +135,14 @@ def _holds(row: Row, where: Where) -> bool:
 
 
 @measure
-def beside_transformers(folder: str, where: Where, field: str) -> Measured:
-    """A figure of Hugging Face models with their own loss, divided by the same with ours."""
+def beside_own(folder: str, where: Where, field: str) -> Measured:
+    """A figure of models with their library's own loss, transformers' or TRL's, divided by the same with ours."""
     rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
-    ours = {row["model"]: row for row in rows if row["loss"] == EXACT}
+    found = {(row["model"], row.get("loss") or row["label"]): row for row in rows}
     return [
-        (row[field] / ours[row["model"]][field], row["rounds"])
-        for row in rows
-        if row["loss"] == EAGER and row["model"] in where["models"]
+        (row[field] / found[model, EXACT][field], row["rounds"])
+        for (model, loss), row in found.items()
+        if loss == where["loss"] and model in where["models"]
     ]
 
 
