@@ -11,5 +11,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def calls_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeat no call from its program. Tests of repeated calls ask for them (repeated_cases.py)."""
+    """Repeat no call from its program. Tests of repeated calls ask for them (devices/test_repeated_calls.py)."""
     repeat_no_calls(monkeypatch)

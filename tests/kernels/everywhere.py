@@ -3,10 +3,21 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from triton_interpreter import MARKS
 
+try:
+    import triton
+except ImportError:
+    triton = None
+
+BROKEN = triton is not None and triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+MARKS = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(triton is None, reason="Triton is not installed"),
+    pytest.mark.skipif(BROKEN, reason="Triton 3.6's interpreter fails with numpy 2.4"),
+]
 _ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLACES = {"cpu": ("cpu", []), "interpreter": ("cpu", MARKS), "cuda": ("cuda", _ON_GPU)}
 

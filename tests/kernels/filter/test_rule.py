@@ -24,7 +24,7 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
     """
     monkeypatch.setattr(filter_rule, "MOST_HEAD", most_head)
     monkeypatch.setattr(filter_rule, "LIKELY_SHARE", 16)
-    n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 600
+    n_rows, dim, vocab, seeds = 2 * filter_rule.block_rows(4096), 4096, 1024, 300
     wide = 2**20  # blocks of few rows, whose weights are soon computed
     p_e = torch.rand(2 * filter_rule.block_rows(wide), vocab, dtype=torch.float64) * 2.0**-6
     p_c = torch.rand(n_rows, 7, dtype=torch.float64) * 2.0**-6
