@@ -110,7 +110,7 @@ def forward(
             held, sums = empty_state(e, c, rows, dtypes, o, early, with_lse, skip)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
-        largest = None if row_sums.metrics is None else row_sums.metrics[0].amax(dim=0)
+        largest = torch.empty_like(z_i) if with_metrics and settle is not None else None
         metrics_i = empty_metrics(z_i, with_metrics) if live is None else metrics
         part = Rows(rows_of(own, lse), rows_of(own, nll), None, metrics_i, largest)
         weights_i = None if weights is None else rows_of(own, weights)

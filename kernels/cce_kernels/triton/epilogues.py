@@ -36,23 +36,24 @@ def finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP: tl.
 
 @triton.jit
 def exponentials_of(
-    acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
+    acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wx_total,
     APART: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
     WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
 ):  # fmt: skip
     """w times the softcap's slope, and the rows' running sums with this tile added (logits.py).
 
-    total: sum of w. z_total: sum of the logits, with WITH_Z. largest, wz_total: the largest logit except the target's,
-    and the sum of w (z − z_target), with WITH_METRICS. APART leaves the targets out of w and its sum.
+    total: sum of w. z_total: sum of the logits, with WITH_Z. highest, wx_total: the largest w, and the sum of w log2 w,
+    with WITH_METRICS. APART leaves the targets out of w, its sum and the metrics.
     """
     offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
     if PRECISE:  # for fp32 operands; the target's w is 1
-        w = tl.exp2((z - z_target[:, None]) * LOG2E)
+        x = (z - z_target[:, None]) * LOG2E
     elif HAS_SOFTCAP or bias_ptr is not None:
-        w = tl.exp2(z * LOG2E - offset[:, None])
+        x = z * LOG2E - offset[:, None]
     else:  # only one multiply-add an entry
-        w = tl.exp2(acc * (logit_scale * LOG2E) - offset[:, None])
+        x = acc * (logit_scale * LOG2E) - offset[:, None]
+    w = tl.exp2(x)
     if not EVEN_V:
         w = tl.where((cols < V)[None, :], w, 0.0)
     if APART:
@@ -61,12 +62,13 @@ def exponentials_of(
     if WITH_Z:
         z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
     if WITH_METRICS:
-        other = (cols < V)[None, :] & (cols[None, :] != column[:, None])
-        largest = tl.maximum(largest, tl.max(tl.where(other, z, float("-inf")), axis=1))
-        wz_total += tl.sum(tl.where(w > 0, w * (z - z_target[:, None]), 0.0), axis=1)
+        if bias_ptr is not None:  # a bias of −inf gives 0 · inf
+            x = tl.where(w > 0, x, 0.0)
+        highest = tl.maximum(highest, tl.max(w, axis=1))
+        wx_total += tl.sum(w * x, axis=1)
     if HAS_SOFTCAP:
         w *= softcap_slope(z, softcap)
-    return w, total, z_total, largest, wz_total
+    return w, total, z_total, highest, wx_total
 
 
 @triton.jit

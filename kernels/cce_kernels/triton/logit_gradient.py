@@ -221,7 +221,7 @@ def gradient_of_chunk(
         if rule.rank is not None and not tail:
             rank, n_head = rule.rank[first : first + width], rule.n_head
     programs = multiprocessors(e)
-    splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs)
+    splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs, most_splits(row_tiles, programs), dim)
     scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
     if on_hopper:
         pointers = (columns, lse, a, b, active, eps, times)

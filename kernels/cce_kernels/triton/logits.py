@@ -56,6 +56,8 @@ from .targets.columns import columns_of
 from .targets.live_rows import Live, gather
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
+MOST_PARTIALS = 2**20  # partial sums of a statistic, one for each row and split
+UNIT_COST = 64  # what the begin and end of a unit of work cost: this many dimensions of a tile
 # target_logits_kernel: rows of a program, and what part of D it multiplies in one step, by bytes of a number. Few rows
 # and long steps, because a program waits for memory once a step.
 ROWS, INNER = 16, {2: 256, 4: 32}
@@ -132,7 +134,7 @@ def exponentials_kernel(
     count_ptr,  # () int32, given with live_ptr: how many positions count; the others are not computed
     sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
     z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written
-    metrics_ptr,  # (2, splits, N) fp32 or None: the largest z except the target's; the sum of w (z − z_target); written
+    metrics_ptr,  # (2, splits, N) fp32 or None: the largest w; the sum of w log2 w; written
     N,
     V,
     D,
@@ -169,8 +171,8 @@ def exponentials_kernel(
         z_target = tl.load(z_target_ptr + of_rows, mask=rows < N, other=0.0)
         total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
-        wz_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        highest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        wx_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first = split * tiles_per_split * BLOCK_V
         end = tl.minimum(first + tiles_per_split * BLOCK_V, V)
         acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -181,15 +183,15 @@ def exponentials_kernel(
             if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                 cols = col + tl.arange(0, HALF)
-                w, total, z_total, largest, wz_total = exponentials_of(
-                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest, wz_total,
+                w, total, z_total, highest, wx_total = exponentials_of(
+                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wx_total,
                     APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col], w.to(w_desc.dtype))
-                w, total, z_total, largest, wz_total = exponentials_of(
-                    right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, largest,
-                    wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                w, total, z_total, highest, wx_total = exponentials_of(
+                    right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest,
+                    wx_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col + HALF], w.to(w_desc.dtype))
@@ -199,8 +201,8 @@ def exponentials_kernel(
         if z_sum_ptr is not None:
             tl.store(z_sum_ptr + partial, z_total, mask=rows < N)
         if metrics_ptr is not None:
-            tl.store(metrics_ptr + partial, largest, mask=rows < N)
-            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wz_total, mask=rows < N)
+            tl.store(metrics_ptr + partial, highest, mask=rows < N)
+            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wx_total, mask=rows < N)
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
@@ -246,8 +248,7 @@ class Sums:
     """Partial sums over the vocabulary, fp32, one for each split.
 
     w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing with a softcap; else None. metrics:
-    (2, splits, N) the largest logit except the target's, and the sum of w (z − z_target); None unless metrics are
-    wanted.
+    (2, splits, N) the largest w and the sum of w log2 w, both without the target's; None unless metrics are wanted.
     """
 
     w: Tensor
@@ -279,23 +280,25 @@ def exponentials(
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0 and o.softcap is not None  # else smoothing.py knows the mean
-    on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z and not with_metrics
+    on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z
     if live is not None and gathered is not None:
         n_rows, gathered = live.rows.shape[0], gathered[: live.rows.shape[0]]
         gather(e, live, gathered, not on_hopper)
         e = e[live.first : live.first + n_rows] if on_hopper else gathered
     tiles = hopper_tiles(dim) if on_hopper else logits_tiles(e)
     programs = multiprocessors(e) * tiles.resident
-    splits, tiles_per_split = split_columns(cdiv(n_rows, tiles.rows), cdiv(vocab, tiles.cols), programs)
+    row_tiles = cdiv(n_rows, tiles.rows)
+    most = max(most_splits(row_tiles, programs), MOST_PARTIALS // n_rows)
+    splits, tiles_per_split = split_columns(row_tiles, cdiv(vocab, tiles.cols), programs, most, dim)
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
+    metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
     if on_hopper:
         hopper.exponentials(
-            programs, e, c, columns, w, z_target, live, gathered, sums, unread, splits, tiles_per_split,
+            programs, e, c, columns, w, z_target, live, gathered, sums, metrics, unread, splits, tiles_per_split,
             float(o.logit_scale),
         )  # fmt: skip
-        return Sums(sums, None, None)
+        return Sums(sums, None, metrics)
     z_sums = torch.empty_like(sums) if with_z else None
-    metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
     exponentials_kernel[(programs,)](
         descriptor(e, tiles.rows, tiles.inner),
         descriptor(c, tiles.cols, tiles.inner),
@@ -310,14 +313,16 @@ def exponentials(
 
 
 @lru_cache
-def split_columns(row_tiles: int, col_tiles: int, programs: int) -> tuple[int, int]:
-    """(splits, column tiles per split) for which the longest program is shortest. No split is empty."""
+def split_columns(row_tiles: int, col_tiles: int, programs: int, most: int, dim: int) -> tuple[int, int]:
+    """(splits, column tiles per split), at most `most` splits, for which the busiest program is done soonest.
 
-    def longest(tiles_per_split: int) -> int:
+    No split is empty.
+    """
+
+    def longest(tiles_per_split: int) -> float:
         units = row_tiles * cdiv(col_tiles, tiles_per_split)
-        return cdiv(units, programs) * tiles_per_split
+        return cdiv(units, programs) * (tiles_per_split + UNIT_COST / dim)
 
-    most = max(1, col_tiles // MIN_SPLITS)
-    least = cdiv(col_tiles, most_splits(row_tiles, programs))
-    tiles_per_split = min(range(least, max(least, most) + 1), key=longest)
+    least = cdiv(col_tiles, most)
+    tiles_per_split = min(range(least, max(least, col_tiles // MIN_SPLITS) + 1), key=longest)
     return cdiv(col_tiles, tiles_per_split), tiles_per_split

@@ -34,6 +34,7 @@ from .targets.live_rows import Live
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
 ROWS = 64  # rows of a program
+SPLITS = 8  # splits whose partial sums a program reads at a time
 
 
 @quick
@@ -50,6 +51,7 @@ def rows_kernel(
     sum_ptr,  # (splits, N) fp32, sums of w without the target
     partial_ptr,  # (2, splits, N) fp32 or None: partial metrics (`Sums.metrics`)
     metrics_ptr,  # (2, N) fp32 or None: whether the target's logit is the largest (1 or 0); entropy; written
+    largest_ptr,  # (N,) fp32 or None: the largest logit except the target's; written
     lse_ptr,  # (N,) fp32, written
     lost_ptr,  # (N,) fp32 or None: what lse lost by rounding, written
     nll_ptr,  # (N,) fp32: −log p of the target, 0 where ignored, NaN where outside the vocabulary; written
@@ -70,6 +72,7 @@ def rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Each row's LSE, −log p, metrics and gradient factors from the partial sums.
@@ -84,16 +87,25 @@ def rows_kernel(
     column = tl.load(columns_ptr + out, mask=inside, other=-1)
     z_target = tl.load(z_target_ptr + out, mask=inside, other=0.0)
     others = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    sum_ptrs = sum_ptr + rows
-    for _ in range(splits):
-        others += tl.load(sum_ptrs, mask=inside, other=1.0)
-        sum_ptrs += N
+    highest = tl.zeros((BLOCK_N,), dtype=tl.float32)  # the largest w except the target's
+    wx_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        places = split.to(tl.int64)[:, None] * N + rows[None, :]
+        mask = (split < splits)[:, None] & inside[None, :]
+        others += tl.sum(tl.load(sum_ptr + places, mask=mask, other=0.0), axis=0)
+        if metrics_ptr is not None:
+            highest = tl.maximum(highest, tl.max(tl.load(partial_ptr + places, mask=mask, other=0.0), axis=0))
+            places += splits.to(tl.int64) * N
+            wx_sum += tl.sum(tl.load(partial_ptr + places, mask=mask, other=0.0), axis=0)
     # The target's own w, rounded in the same way as the sum's.
     skipped = (column == -1) & (z_target == SKIPPED)
     others = tl.where(skipped, 0.0, others)  # no kernel has written the sums of positions that do not count
     w_target = tl.exp2(z_target * LOG2E - (z_target * LOG2E + HEADROOM))
+    headroom = HEADROOM
     if e_ptr.dtype.element_ty == tl.float32:
         w_target = tl.full((BLOCK_N,), 1.0, dtype=tl.float32)
+        headroom = 0.0
     w_target = tl.where(skipped, 1.0, w_target)
     apart = column >= 0
     total = others + tl.where(apart | skipped, w_target, 0.0)
@@ -102,21 +114,15 @@ def rows_kernel(
     nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
     lse = z_target + nll
     lost = nll - (lse - z_target)
-    largest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # the largest logit except the target's
-    entropy = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    if metrics_ptr is not None:
-        partial_ptrs = partial_ptr + rows
-        for _ in range(splits):
-            largest = tl.maximum(largest, tl.load(partial_ptrs, mask=inside, other=0.0))
-            partial_ptrs += N
-        for _ in range(splits):
-            entropy += tl.load(partial_ptrs, mask=inside, other=0.0)
-            partial_ptrs += N
-        entropy = nll - entropy / total
+    # z − z_target = (log2 w + headroom) ln 2
+    entropy = nll - (wx_sum + headroom * others) * LN2 / total
+    largest = z_target + (tl.log2(highest) + headroom) * LN2
+    is_largest = w_target > highest
     overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
     overflowed = overflowed & ~skipped
     if tl.max(overflowed.to(tl.int32), axis=0) > 0:
         highest = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)
+        other = tl.full((BLOCK_N,), float("-inf"), dtype=tl.float32)  # the largest logit except the target's
         exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)  # weighted with the exponentials
         for col in range(0, V, BLOCK_V):
@@ -127,6 +133,7 @@ def rows_kernel(
             )  # fmt: skip
             z = tl.where((cols < V)[None, :], z, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(z, axis=1))
+            other = tl.maximum(other, tl.max(tl.where(cols[None, :] == column[:, None], float("-inf"), z), axis=1))
             # A bias of −inf can mask a whole tile. Its exponentials are 0; an anchor of 0 avoids inf − inf.
             anchor = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             decay = tl.exp2((highest - anchor) * LOG2E)
@@ -136,6 +143,8 @@ def rows_kernel(
             highest = new_highest
         online = highest + tl.log2(exp_sum) * LN2
         entropy = tl.where(overflowed, online - z_sum / exp_sum, entropy)
+        largest = tl.where(overflowed, other, largest)
+        is_largest = tl.where(overflowed, z_target > other, is_largest)
         if w_ptr is not None:
             online_anchor = tl.where(online == float("-inf"), 0.0, online)  # a bias of −inf can mask the whole row
             for col in range(0, V, BLOCK_V):
@@ -160,8 +169,10 @@ def rows_kernel(
     if lost_ptr is not None:
         tl.store(lost_ptr + out, tl.where(lost == lost, lost, 0.0), mask=inside)
     if metrics_ptr is not None:
-        tl.store(metrics_ptr + out, ((z_target > largest) & ~skipped).to(tl.float32), mask=inside)
+        tl.store(metrics_ptr + out, (is_largest & apart).to(tl.float32), mask=inside)
         tl.store(metrics_ptr + N + out, tl.where(skipped, 0.0, entropy), mask=inside)
+    if largest_ptr is not None:
+        tl.store(largest_ptr + out, largest, mask=inside)
 
     counts = tl.where(column >= 0, 1.0, tl.where(column == -1, 0.0, float("nan")))
     tl.store(nll_ptr + out, tl.where(counts == 0, 0.0, nll * counts), mask=inside)
@@ -230,7 +241,7 @@ def finish_rows(
     gradient: Gradient | None = None,
     live: Live | None = None,
 ) -> None:
-    """Write lse, lost, nll and metrics of `rows` from the partial sums, and the tensors of `gradient` if it is given.
+    """Write `rows`, but for z_above_mean, from the partial sums, and the tensors of `gradient` if it is given.
 
     live: the rows of w and the sums, if they are not in the order of the other tensors.
     """
@@ -241,11 +252,11 @@ def finish_rows(
         weights = gradient.weights
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, weights, z_target, None if live is None else live.rows, sums.w, sums.metrics,
-        rows.metrics, rows.lse, rows.lost, rows.nll,
+        rows.metrics, rows.largest, rows.lse, rows.lost, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,
-        inner_of(e.dtype), o.softcap is not None, num_warps=4,
+        inner_of(e.dtype), SPLITS, o.softcap is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -268,8 +279,8 @@ def forward(
         z_above_mean = z_target - sums.z.sum(dim=0) / c.shape[0]
     elif o.label_smoothing:
         z_above_mean = z_target - mean_of_logits(e, column_sum(c), bias, c.shape[0], o)
-    largest = None if sums.metrics is None else sums.metrics[0].amax(dim=0)
     metrics = empty_metrics(z_target, with_metrics)
+    largest = torch.empty_like(z_target) if with_metrics else None
     lse, nll, lost = (torch.empty_like(z_target) for _ in range(3))
     rows = Rows(lse, nll, z_above_mean, metrics, largest, lost)
     finish_rows(e, c, bias, columns, z_target, sums, rows, o)
