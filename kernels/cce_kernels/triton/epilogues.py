@@ -36,14 +36,14 @@ def finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP: tl.
 
 @triton.jit
 def exponentials_of(
-    acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wx_total,
+    acc, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wz_total,
     APART: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_V: tl.constexpr, PRECISE: tl.constexpr,
     WITH_Z: tl.constexpr, WITH_METRICS: tl.constexpr,
 ):  # fmt: skip
     """w times the softcap's slope, and the rows' running sums with this tile added (logits.py).
 
-    total: sum of w. z_total: sum of the logits, with WITH_Z. highest, wx_total: the largest w, and the sum of w log2 w,
-    with WITH_METRICS. APART leaves the targets out of w, its sum and the metrics.
+    total: sum of w. z_total: sum of the logits, with WITH_Z. highest, wz_total: the largest w, and the sum of
+    w (z − z_target) log2 e, with WITH_METRICS. APART leaves the targets out of w, its sum and the metrics.
     """
     offset = z_target * LOG2E + HEADROOM
     z = finish_logits(acc, cols, bias_ptr, V, logit_scale, softcap, HAS_SOFTCAP)
@@ -62,13 +62,14 @@ def exponentials_of(
     if WITH_Z:
         z_total += tl.sum(tl.where((cols < V)[None, :], z, 0.0), axis=1)
     if WITH_METRICS:
+        above = x if PRECISE else x + HEADROOM
         if bias_ptr is not None:  # a bias of −inf gives 0 · inf
-            x = tl.where(w > 0, x, 0.0)
+            above = tl.where(w > 0, above, 0.0)
         highest = tl.maximum(highest, tl.max(w, axis=1))
-        wx_total += tl.sum(w * x, axis=1)
+        wz_total += tl.sum(w * above, axis=1)
     if HAS_SOFTCAP:
         w *= softcap_slope(z, softcap)
-    return w, total, z_total, highest, wx_total
+    return w, total, z_total, highest, wz_total
 
 
 @triton.jit

@@ -205,7 +205,7 @@ def _exponentials(
         z_target = gl.load(z_target_ptr + of_rows, mask=rows < N, other=0.0)
         total = gl.zeros((HALF,), gl.float32, BY_ROW)
         highest = total
-        wx_total = total
+        wz_total = total
         for col in range(first, end, BLOCK_V):
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
@@ -214,9 +214,9 @@ def _exponentials(
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
-                w, total, _z_total, highest, wx_total = exponentials_of(
+                w, total, _z_total, highest, wz_total = exponentials_of(
                     halves[part], cols + part * WIDTH, column, z_target, None, V, logit_scale, 0.0, total, 0.0,
-                    highest, wx_total, columns_ptr is not None, False, EVEN_V, False, False, metrics_ptr is not None,
+                    highest, wz_total, columns_ptr is not None, False, EVEN_V, False, False, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:  # noqa: SIM102 (known to the compiler, unlike the next)
                     if wanted:
@@ -225,7 +225,7 @@ def _exponentials(
         gl.store(sum_ptr + partial, total, mask=rows < N)
         if metrics_ptr is not None:
             gl.store(metrics_ptr + partial, highest, mask=rows < N)
-            gl.store(metrics_ptr + splits.to(gl.int64) * N + partial, wx_total, mask=rows < N)
+            gl.store(metrics_ptr + splits.to(gl.int64) * N + partial, wz_total, mask=rows < N)
     if w_desc is not None:
         tma.store_wait(0)
 

@@ -134,7 +134,7 @@ def exponentials_kernel(
     count_ptr,  # () int32, given with live_ptr: how many positions count; the others are not computed
     sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
     z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written
-    metrics_ptr,  # (2, splits, N) fp32 or None: the largest w; the sum of w log2 w; written
+    metrics_ptr,  # (2, splits, N) fp32 or None: the largest w; the sum of w (z − z_target) log2 e; written
     N,
     V,
     D,
@@ -172,7 +172,7 @@ def exponentials_kernel(
         total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         z_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         highest = tl.zeros((BLOCK_N,), dtype=tl.float32)
-        wx_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        wz_total = tl.zeros((BLOCK_N,), dtype=tl.float32)
         first = split * tiles_per_split * BLOCK_V
         end = tl.minimum(first + tiles_per_split * BLOCK_V, V)
         acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -183,15 +183,15 @@ def exponentials_kernel(
             if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
                 left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
                 cols = col + tl.arange(0, HALF)
-                w, total, z_total, highest, wx_total = exponentials_of(
-                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wx_total,
+                w, total, z_total, highest, wz_total = exponentials_of(
+                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wz_total,
                     APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col], w.to(w_desc.dtype))
-                w, total, z_total, highest, wx_total = exponentials_of(
+                w, total, z_total, highest, wz_total = exponentials_of(
                     right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest,
-                    wx_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
+                    wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
                 )  # fmt: skip
                 if w_desc is not None:
                     w_desc.store([row, col + HALF], w.to(w_desc.dtype))
@@ -202,7 +202,7 @@ def exponentials_kernel(
             tl.store(z_sum_ptr + partial, z_total, mask=rows < N)
         if metrics_ptr is not None:
             tl.store(metrics_ptr + partial, highest, mask=rows < N)
-            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wx_total, mask=rows < N)
+            tl.store(metrics_ptr + splits.to(tl.int64) * N + partial, wz_total, mask=rows < N)
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
@@ -248,7 +248,8 @@ class Sums:
     """Partial sums over the vocabulary, fp32, one for each split.
 
     w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing with a softcap; else None. metrics:
-    (2, splits, N) the largest w and the sum of w log2 w, both without the target's; None unless metrics are wanted.
+    (2, splits, N) the largest w and the sum of w (z − z_target) log2 e, both without the target's; None unless metrics
+    are wanted.
     """
 
     w: Tensor

@@ -88,7 +88,7 @@ def rows_kernel(
     z_target = tl.load(z_target_ptr + out, mask=inside, other=0.0)
     others = tl.zeros((BLOCK_N,), dtype=tl.float32)
     highest = tl.zeros((BLOCK_N,), dtype=tl.float32)  # the largest w except the target's
-    wx_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    wz_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
         places = split.to(tl.int64)[:, None] * N + rows[None, :]
@@ -97,7 +97,7 @@ def rows_kernel(
         if metrics_ptr is not None:
             highest = tl.maximum(highest, tl.max(tl.load(partial_ptr + places, mask=mask, other=0.0), axis=0))
             places += splits.to(tl.int64) * N
-            wx_sum += tl.sum(tl.load(partial_ptr + places, mask=mask, other=0.0), axis=0)
+            wz_sum += tl.sum(tl.load(partial_ptr + places, mask=mask, other=0.0), axis=0)
     # The target's own w, rounded in the same way as the sum's.
     skipped = (column == -1) & (z_target == SKIPPED)
     others = tl.where(skipped, 0.0, others)  # no kernel has written the sums of positions that do not count
@@ -114,8 +114,7 @@ def rows_kernel(
     nll = tl.where(apart, log1p(others / w_target), -tl.log(p_target))
     lse = z_target + nll
     lost = nll - (lse - z_target)
-    # z − z_target = (log2 w + headroom) ln 2
-    entropy = nll - (wx_sum + headroom * others) * LN2 / total
+    entropy = nll - wz_sum * LN2 / total
     largest = z_target + (tl.log2(highest) + headroom) * LN2
     is_largest = w_target > highest
     overflowed = inside & ~((total > 0) & (total < LARGEST_SUM) & (tl.abs(z_target) < float("inf")))
