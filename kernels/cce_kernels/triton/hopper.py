@@ -20,7 +20,6 @@ except (ImportError, AttributeError):
 # Registers a thread at launch: 65536 over three warpgroups. Then the producer gives registers back, and the consumers
 # take them.
 REGISTERS = 168
-LAG = {4: 2, 8: 4}  # steps that the second consumer runs behind the first, by the buffers of the ring
 
 
 def fits(e: Tensor) -> bool:
@@ -47,7 +46,7 @@ def exponentials(
         descriptor(c, t.cols, t.inner), None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns,
         z_target, *((None, None, None) if live is None else (live.rows, live.count, live.some)), sums, metrics,
         unread, n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
-        t.num_stages, LAG[t.num_stages], GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
+        t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
@@ -64,5 +63,5 @@ def gradient(
     kernels.hopper_gradient_kernel[(programs,)](
         descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner), descriptor(dz, t.rows // 2, t.cols // 2),
         *pointers, n_rows, width, dim, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
-        t.num_stages, LAG[t.num_stages], GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
+        t.num_stages, GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def _produce(e_desc, gathered_desc, c_desc, some_ptr, ring, work, GROUP: gl.cons
 
 
 @gluon.jit
-def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth, LAG: gl.constexpr):
+def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth):
     """This consumer's products (64 × 256) of one tile, and its place in the ring: the buffer and its phase parity."""
     e_bufs, c_bufs, full, empty, ahead = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -97,7 +97,7 @@ def _multiply(WHICH: gl.constexpr, acc, ring, stage, phase, depth, LAG: gl.const
         acc = hw.warpgroup_mma_wait(1, deps=[acc])  # the previous step is done, so its buffers are free
         mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1, pred=step > 0)
         if WHICH == 0:
-            mbarrier.arrive(ahead, count=1, pred=step == LAG)
+            mbarrier.arrive(ahead, count=1, pred=step == STAGES // 2)
         stage, phase = _next(stage, phase, STAGES)
     acc = hw.warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(_before(stage, STAGES)), count=1)
@@ -146,7 +146,7 @@ def _ring(e_desc, c_desc, STAGES: gl.constexpr):
 def hopper_exponentials_kernel(
     e_desc, gathered_desc, c_desc, w_desc, columns_ptr, z_target_ptr, live_ptr, count_ptr, some_ptr, sum_ptr,
     metrics_ptr, unread_ptr, N, V, D, splits, tiles_per_split, logit_scale,
-    STAGES: gl.constexpr, LAG: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EVEN_V: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Arguments as for `exponentials_kernel`, and some more.
 
@@ -164,8 +164,8 @@ def hopper_exponentials_kernel(
     pointers = (columns_ptr, z_target_ptr, live_ptr, sum_ptr, metrics_ptr, unread_ptr)
     gl.warp_specialize(
         [
-            (_exponentials, (0, w_desc, staging, ring, work, pointers, N, logit_scale, LAG, GROUP, EVEN_V)),
-            (_exponentials, (1, w_desc, staging, ring, work, pointers, N, logit_scale, LAG, GROUP, EVEN_V)),
+            (_exponentials, (0, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
+            (_exponentials, (1, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP, EVEN_V)),
             (_produce, (e_desc, gathered_desc, c_desc, some_ptr, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
@@ -175,8 +175,8 @@ def hopper_exponentials_kernel(
 
 @gluon.jit
 def _exponentials(
-    WHICH: gl.constexpr, w_desc, staging, ring, work, pointers, N, logit_scale, LAG: gl.constexpr,
-    GROUP: gl.constexpr, EVEN_V: gl.constexpr,
+    WHICH: gl.constexpr, w_desc, staging, ring, work, pointers, N, logit_scale, GROUP: gl.constexpr,
+    EVEN_V: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_exponentials_kernel`."""
     count, V, D, splits, _tiles_per_split = work
@@ -210,7 +210,7 @@ def _exponentials(
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
                 turn ^= 1
-            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth, LAG)
+            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth)
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):
@@ -235,7 +235,7 @@ def _exponentials(
 def hopper_gradient_kernel(
     e_desc, c_desc, dz_desc, columns_ptr, lse_ptr, a_ptr, b_ptr, active_ptr, eps_ptr, times_ptr,
     N, W, D, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
-    STAGES: gl.constexpr, LAG: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Arguments as for `gradient_kernel`, without dbias. If eps_ptr is given, the tail is computed (TAIL)."""
     ring = _ring(e_desc, c_desc, STAGES)
@@ -248,8 +248,8 @@ def hopper_gradient_kernel(
     numbers = (first, logit_scale, on_target, elsewhere)
     gl.warp_specialize(
         [
-            (_gradient, (0, dz_desc, staging, ring, work, rows, tail, numbers, LAG, GROUP)),
-            (_gradient, (1, dz_desc, staging, ring, work, rows, tail, numbers, LAG, GROUP)),
+            (_gradient, (0, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
+            (_gradient, (1, dz_desc, staging, ring, work, rows, tail, numbers, GROUP)),
             (_produce, (e_desc, None, c_desc, None, ring, work, GROUP)),
         ],
         [4, 1],  # warps of the second consumer and of the producer; the first consumer has the program's own four
@@ -259,8 +259,7 @@ def hopper_gradient_kernel(
 
 @gluon.jit
 def _gradient(
-    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, tail, numbers, LAG: gl.constexpr,
-    GROUP: gl.constexpr,
+    WHICH: gl.constexpr, dz_desc, staging, ring, work, pointers, tail, numbers, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `hopper_gradient_kernel`."""
     N, W, D, splits, _tiles_per_split = work
@@ -290,7 +289,7 @@ def _gradient(
             if WHICH == 1:
                 mbarrier.wait(ring[4], turn)
                 turn ^= 1
-            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth, LAG)
+            acc, stage, phase = _multiply(WHICH, acc, ring, stage, phase, depth)
             halves = _halves(acc, NARROW)
             cols = col + gl.arange(0, WIDTH, gl.SliceLayout(0, NARROW))
             for part in gl.static_range(2):

@@ -21,7 +21,8 @@ both the unit's tiles and the summed dimension, so that the next tile's operands
 are computed. A row's sum stays in registers, and each split stores one partial sum a row. The result needs no locks or
 atomics and is deterministic.
 
-Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (at most 32) and, if asked for, w.
+Cost: N D V multiply-adds on the tensor cores; writes 4 bytes × N × splits (`exponentials` bounds them) and, if
+asked for, w.
 """
 
 from __future__ import annotations

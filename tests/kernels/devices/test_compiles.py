@@ -78,7 +78,8 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{
         f"rows {dim}": partial(
-            launch_all, small("rows", dim, options={"label_smoothing": 0.1}), rows=256, with_lse=True, weighted=True
+            launch_all, small("rows", dim, options={"label_smoothing": 0.1}), rows=256, with_metrics=True,
+            with_lse=True, weighted=True,
         )
         for dim in (512, 2048)  # dE's product in parts, and whole
     },
@@ -134,7 +135,7 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "stored bf16 512 plain": (("hopper_exponentials", "scaled_rows", "hidden", "target_order"), ("gradient",)),
     "stored fp32 2048 softcap": (("exponentials", "loss_sum", "mean_gradient"), HOPPERS),
     "skipped 512 128": (("live_rows", "hopper_exponentials", "scaled_rows"), ("exponentials",)),
-    "rows 2048": (("row_factors", "column_sum", "row_products", "hopper_exponentials"), ("hopper_gradient",)),
+    "rows 2048": (("row_factors", "column_sum", "row_products", HOPPERS[0]), ("hopper_gradient", "exponentials")),
     "bias 256": (("bias_gradient", "column_sum", "exponentials"), HOPPERS),
     "entropies bf16 plain": (("gradient", "product"), HOPPERS),
     "apart fp32": (("target_rows", "targets", "spilled_targets", "target_order"), ()),

@@ -11,7 +11,7 @@ from cce_kernels.filter.rule import Rule
 from cce_kernels.options import Options
 from cce_kernels.triton import hopper
 from cce_kernels.triton.logit_gradient import Filter, gradient_of_chunk
-from cce_kernels.triton.logits import exponentials, target_logits
+from cce_kernels.triton.logits import Sums, exponentials, target_logits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,22 +52,30 @@ def matrix(shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exponentials_and_their_sums_are_those_of_the_triton_kernel(monkeypatch, shape, dtype):
+def test_exponentials_sums_and_metrics_are_those_of_the_triton_kernel(monkeypatch, shape, dtype):
     e, c, columns = draw(shape, dtype)
     assert hopper.fits(e)
     z_target = target_logits(e, c, None, columns, OPTIONS)
 
-    def run(w: Tensor | None) -> Tensor:
-        return exponentials(e, c, None, columns, z_target, w, False, OPTIONS).w
+    def run(w: Tensor | None, with_metrics: bool = False) -> Sums:
+        return exponentials(e, c, None, columns, z_target, w, with_metrics, OPTIONS)
 
-    w, want_w = matrix(shape, BF16), matrix(shape, BF16)
-    sums, again, alone = run(w), run(matrix(shape, BF16)), run(None)
+    w, want_w, w_beside_metrics = (matrix(shape, BF16) for _ in range(3))
+    sums, again, alone, measured = run(w), run(matrix(shape, BF16)), run(None), run(w_beside_metrics, True)
     monkeypatch.setattr(hopper, "fits", lambda e: False)
-    want = run(want_w).sum(dim=0)
-    torch.testing.assert_close(sums.sum(dim=0), want, rtol=2e-6, atol=0)
-    assert torch.equal(sums, again)
-    assert torch.equal(sums, alone)
+    want = run(want_w, True)
+    total = want.w.sum(dim=0)
+    torch.testing.assert_close(sums.w.sum(dim=0), total, rtol=2e-6, atol=0)
+    assert torch.equal(sums.w, again.w)
+    assert torch.equal(sums.w, alone.w)
     assert torch.equal(w, want_w)  # bit for bit: the products are added up in one order
+    assert torch.equal(sums.w, measured.w)
+    assert torch.equal(w, w_beside_metrics)
+    assert measured.metrics is not None
+    assert want.metrics is not None
+    torch.testing.assert_close(measured.metrics[0].amax(dim=0), want.metrics[0].amax(dim=0), rtol=2e-6, atol=0)
+    difference = measured.metrics[1].sum(dim=0) - want.metrics[1].sum(dim=0)
+    assert (difference.abs() <= 2e-5 * total).all()  # of an entropy, in bits
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
