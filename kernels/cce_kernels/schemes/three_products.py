@@ -46,7 +46,7 @@ from ..triton.logits import exponentials, target_logits
 from ..triton.matmul import RankOne, TargetTerms, product
 from ..triton.row_coefficients import row_factors
 from ..triton.row_stats import Gradient, finish_rows
-from ..triton.smoothing import column_sum, mean_of_logits, smoothed_share
+from ..triton.smoothing import above_mean_logit, column_sum, smoothed_share
 from ..triton.targets.bias import finish_bias_gradient
 from ..triton.targets.live_rows import Live, live_rows
 from ..triton.targets.order import order_by_target
@@ -127,7 +127,7 @@ def forward(
     z_above_mean = None
     if held.c_sum is not None:
         assert z_target is not None
-        z_above_mean = z_target - mean_of_logits(e, held.c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
+        z_above_mean = above_mean_logit(z_target, e, held.c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
     return Rows(lse, nll, z_above_mean, metrics), held, sums
 
 

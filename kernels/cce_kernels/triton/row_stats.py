@@ -27,7 +27,7 @@ from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, inner_of
 from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
 from .logits import Sums, exponentials, target_logits
-from .smoothing import column_sum, mean_of_logits
+from .smoothing import above_mean_logit, column_sum
 from .softcap import softcap_slope
 from .targets.live_rows import Live
 
@@ -277,7 +277,7 @@ def forward(
     if sums.z is not None:
         z_above_mean = z_target - sums.z.sum(dim=0) / c.shape[0]
     elif o.label_smoothing:
-        z_above_mean = z_target - mean_of_logits(e, column_sum(c), bias, c.shape[0], o)
+        z_above_mean = above_mean_logit(z_target, e, column_sum(c), bias, c.shape[0], o)
     metrics = empty_metrics(z_target, with_metrics)
     largest = torch.empty_like(z_target) if with_metrics else None
     lse, nll, lost = (torch.empty_like(z_target) for _ in range(3))

@@ -87,14 +87,19 @@ def column_sum(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return out.sum(dim=0)
 
 
-def mean_of_logits(e: Tensor, c_sum: Tensor, bias: Tensor | None, vocab: int, o: Options) -> Tensor:
-    """The mean logit of each row of e (N, D), (N,) fp32. c_sum: (D,), the sum of C's `vocab` rows. No softcap."""
+def above_mean_logit(z_target: Tensor, e: Tensor, c_sum: Tensor, bias: Tensor | None, vocab: int, o: Options) -> Tensor:
+    """z_target (N,) fp32, a logit of each row of e (N, D), minus the row's mean logit, (N,) fp32. No softcap.
+
+    c_sum: (D,), the sum of C's `vocab` rows. bias: (V,) or None. An offset of the bias cancels before anything is
+    rounded.
+    """
     out = torch.empty(e.shape[0], dtype=torch.float32, device=e.device)
     row_products_kernel[(cdiv(e.shape[0], ROWS),)](
         e, c_sum, out, e.stride(0), e.shape[0], e.shape[1], ROWS, COLS, num_warps=4
     )
-    out *= o.logit_scale / vocab
-    return out if bias is None else out.add_(bias.float().mean())
+    if bias is not None:
+        z_target = (z_target.double() - bias.mean(dtype=torch.float64)).float()
+    return z_target - out * (o.logit_scale / vocab)
 
 
 def smoothed_share(

@@ -33,7 +33,7 @@ def draw(device: str, offset: float, masked: float) -> tuple[Tensor, Tensor, Ten
     return e.to(device).requires_grad_(), c.to(device).requires_grad_(), targets.to(device), bias.to(device)
 
 
-@devices_with("call", CALLS, ["mean", "z_loss"])
+@devices_with("call", CALLS, ["mean", "z_loss", "smoothed"])
 @pytest.mark.parametrize("offset", [-1e4, 1e5])
 def test_loss_and_gradients_are_as_exact_as_without_an_offset(offset, call, device):
     e, c, targets, bias = draw(device, offset, 0.0)
