@@ -65,7 +65,6 @@ def test_refused(
 @pytest.mark.parametrize(
     ("script", "argument", "cause", "remedy"),
     [
-        ("find_max_batch", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("prepare_data", "dry_run=true", "dry_run", "drop"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),

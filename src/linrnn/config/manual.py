@@ -145,7 +145,7 @@ def _key(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield from _comment(meaning)
         yield from shown.strip().splitlines()
         return
-    first, *more = textwrap.wrap(meaning, WIDTH - 30)
+    first, *more = textwrap.wrap(meaning, WIDTH - 32)  # nested keys are indented
     yield f"{shown.strip():<27} # {first}"
     yield from (f"{'':<27} # {line}" for line in more)
 
