@@ -128,13 +128,28 @@ def memory_estimate(
     kept, compute = BF16 if precision == "bf16" else FP32, FP32 if precision == "fp32" else BF16
     autocast, tokens, layers, d = precision == "bf16_autocast", batch_size * seq_len, arch.num_layers, arch.hidden_size
     sharded, shards = shard_ranks > 1, shard_ranks if by_vocabulary else 1  # shards of the vocabulary
-    layer = layer_memory(arch, seq_len, compute=compute, kept=kept, autocast=autocast)
+    facts = facts_of(arch.model)
     gathered = gathered_bytes(arch.model, precision) if sharded else 0
     rows, loss_tokens = -(-arch.vocab_size // shards), shards * tokens
     of_loss = loss_memory(over_shards(loss) if shards > 1 else loss, loss_tokens, d, rows, compute)
-    if layer is None or gathered is None or of_loss is None:
+    if facts.memory is None or facts.flops is None or gathered is None or of_loss is None:
         return None
     state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer)
+
+    # One layer, bytes per token: what mixer, MLP and each norm save, and the results of all linear layers in it, which
+    # selective checkpointing keeps. Under autocast the residual stream is fp32 (embeddings are not cast). Each linear
+    # layer of the mixer then saves its own cast of the norm's output, otherwise they share one. Attention's output is
+    # o_proj's input. A gated norm saves its two inputs and its output.
+    width = arch.intermediate_size
+    inputs, outputs = d * (facts.memory.linears if autocast else 1), arch.value_dim * (3 if facts.memory.gated else 1)
+    of_mixer = compute * (inputs + outputs) + facts.memory.scan(arch, seq_len, compute)
+    of_mlp = compute * (d + 2 * width)  # input, gate and up; the product of gate and up is computed again
+    of_norm = kept * d
+    mixer_results = compute * sum(columns for _, columns in facts.flops.projections(arch))
+    mlp_results = compute * (2 * width + d)
+    # What the MLP's backward pass holds in addition: dz, dgate, dup, the output of swiglu, and the residual stream's
+    # gradient. The mixer's, by when the MLP is freed, holds no more.
+    of_backward = 4 * compute * width + kept * d
 
     # Weights beside the parameters: copies of a block's in the compute dtype (of the MLP's last projection it is made
     # again), the head, and FSDP's gathered blocks. One group of blocks is gathered while another is computed.
@@ -145,11 +160,11 @@ def memory_estimate(
     passing = 0 if keep_gathered else min(2 * blocks_together, layers) * gathered * block
 
     # What the blocks save for the backward pass, and with checkpointing the block that is computed again.
-    one_block = tokens * (layer.mixer + layer.mlp + 2 * layer.norm) + copies
+    one_block = tokens * (of_mixer + of_mlp + 2 * of_norm) + copies
     mixer, mlp, residual, again = {
-        "none": (layer.mixer, layer.mlp, 2 * layer.norm, 0),
-        "selective": (layer.mixer_results, layer.mlp_results, layer.norm, one_block),
-        "full": (0, 0, layer.norm, one_block),
+        "none": (of_mixer, of_mlp, 2 * of_norm, 0),
+        "selective": (mixer_results, mlp_results, of_norm, one_block),
+        "full": (0, 0, of_norm, one_block),
     }[activation_checkpointing]
     activations = {
         "workspaces": WORKSPACES,
@@ -176,52 +191,6 @@ def memory_estimate(
         loss_forward=forward,
         loss_backward=backward,
         at_loss=held + max(forward, backward),
-        at_blocks=max(last_block, first_block) + passing + tokens * layer.backward,
+        at_blocks=max(last_block, first_block) + passing + tokens * of_backward,
         at_update=with_gradients + matrix,
-    )
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Memory of one layer in bytes per token.
-
-    Attributes:
-        mixer, mlp: saved for the backward pass by the token mixer and the MLP.
-        norm: saved by each of the two norms: the residual stream before mixer or MLP.
-        mixer_results, mlp_results: of them the results of all linear layers, which selective checkpointing keeps.
-        backward: what the MLP's backward pass holds in addition. The mixer's, by when the MLP is freed, holds no more.
-    """
-
-    mixer: int
-    mlp: int
-    norm: int
-    mixer_results: int
-    mlp_results: int
-    backward: int
-
-
-def layer_memory(arch: Architecture, seq_len: int, *, compute: int, kept: int, autocast: bool) -> LayerMemory | None:
-    """Memory of one layer; None for a model without formulas.
-
-    Args:
-        compute: bytes per element in products.
-        kept: bytes per element of parameters and the residual stream.
-
-    Under autocast the residual stream is fp32 (embeddings are not cast). Each linear layer of the mixer then saves its
-    own cast of the norm's output; otherwise they share one. The MLP's two projections share their input.
-    """
-    facts = facts_of(arch.model)
-    if (memory := facts.memory) is None or (flops := facts.flops) is None:
-        return None
-    d, width = arch.hidden_size, arch.intermediate_size
-    inputs = d * (memory.linears if autocast else 1)
-    # Attention's output is o_proj's input; a gated norm saves its two inputs and its output.
-    outputs = arch.value_dim * (3 if memory.gated else 1)
-    return LayerMemory(
-        mixer=compute * (inputs + outputs) + memory.scan(arch, seq_len, compute),
-        mlp=compute * (d + 2 * width),  # input, gate and up; the product of gate and up is computed again
-        norm=kept * d,
-        mixer_results=compute * sum(columns for _, columns in flops.projections(arch)),
-        mlp_results=compute * (2 * width + d),
-        backward=4 * compute * width + kept * d,  # dz, dgate, dup, the output of swiglu; the residual stream's gradient
     )
