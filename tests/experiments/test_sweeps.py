@@ -122,8 +122,9 @@ def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_t
     directory = point.run_directory()
     directory.open()
     directory.begin("of its own process")
-    with JsonlWriter(directory.metrics) as metrics:
-        metrics.write({"step": 2, "train/tokens": 320})
+    metrics = JsonlWriter(directory.metrics)
+    metrics.write({"step": 2, "train/tokens": 320})
+    metrics.close()
     directory.close()
     before = {path: path.read_bytes() for path in point.directory.iterdir()}
     killed = write_summary(point, "failed", "killed by SIGKILL")

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from contextlib import closing
 from unittest.mock import ANY
 
 import pytest
@@ -13,7 +14,7 @@ from linrnn.runs.metrics import JsonlWriter, bits_per_byte, perplexity, read_jso
 
 
 def write(path, *steps):
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         for step in steps:
             writer.write({"step": step, "train/loss_nats": float(step)})
 
@@ -46,7 +47,7 @@ def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
 
 
 def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
-    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.write({"step": 1, "train/loss_nats": math.nan, "valid/perplexity": math.inf, "speed/mfu": None})
 
     def refuse(constant):
@@ -59,7 +60,7 @@ def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
 @pytest.mark.parametrize("record", [{"step": 1, "train/los": 1.0}, {"train/loss_nats": 1.0}])
 def test_an_unknown_name_or_a_missing_step_is_a_bug_and_says_so(tmp_path, record):
     with (
-        JsonlWriter(tmp_path / "metrics.jsonl") as writer,
+        closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer,
         pytest.raises(ValueError, match=r"train/los|step"),
     ):
         writer.write(record)
@@ -97,18 +98,18 @@ def test_every_possible_cut_of_the_file_leaves_a_prefix_of_its_records(tmp_path)
 def test_truncating_after_a_step_leaves_no_step_twice_when_the_run_repeats_them(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3, 4, 5)
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.truncate_after(3)
         writer.write({"step": 4})
     assert steps_in(path) == [1, 2, 3, 4]
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.truncate_after(0)
     assert steps_in(path) == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_last_validation_is_dropped_where_it_is_made_again(tmp_path):
-    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+    with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
         for record in ({"step": 1, "valid/loss_nats": 2.0}, {"step": 2}, {"step": 2, "valid/loss_nats": 1.0}):
             writer.write(record)
         writer.truncate_after(2)
@@ -128,7 +129,7 @@ def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
 
 def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    with JsonlWriter(path) as writer:
+    with closing(JsonlWriter(path)) as writer:
         writer.write({"step": 1})
         whole = os.write
         monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:5]))

@@ -18,14 +18,7 @@ from linrnn.report.metrics import (
     timed,
 )
 from linrnn.report.runs import SETTING, Run, backend_names, environment_of, without_horizon
-from linrnn.report.targets import (
-    BASELINES,
-    COMPARISONS,
-    INCONCLUSIVE,
-    Target,
-    Verdict,
-    judge,
-)
+from linrnn.report.targets import BASELINES, COMPARISONS, INCONCLUSIVE, Target, Verdict, judge
 from linrnn.runs.figures import by_wall_clock
 from linrnn.runs.intervals import AT_LEAST, LEAST_PAIRS, WITHIN, pairs_for
 from linrnn.runs.origins import differing

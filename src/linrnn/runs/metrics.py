@@ -124,12 +124,6 @@ class JsonlWriter:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> "JsonlWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _open(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
