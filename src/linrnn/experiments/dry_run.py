@@ -199,11 +199,15 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
     ]
 
 
-def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float) -> int | None:
-    """The largest trainer.batch_size whose step the formulas foresee within the budget; None without formulas."""
+def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float, unit: int = 1) -> int | None:
+    """The largest trainer.batch_size, in units, whose step the formulas foresee within the budget; None: no formulas.
+
+    Args:
+        unit: what trainer.batch_size is a multiple of, such as the ranks that share sequences (parallel=vocab).
+    """
 
     def peak(batch: int) -> float:
-        trainer = dataclasses.replace(plan.config.trainer, batch_size=batch)
+        trainer = dataclasses.replace(plan.config.trainer, batch_size=unit * batch)
         larger = dataclasses.replace(plan, config=dataclasses.replace(plan.config, trainer=trainer))
         estimate = larger.memory_estimate(arch)
         return math.inf if estimate is None else estimate.peak

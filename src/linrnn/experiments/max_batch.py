@@ -209,8 +209,7 @@ def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, int | 
             "here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-    foreseen = largest_batch(plan, arch, budget)  # trainer.batch_size; `config` has that of one sequence on each rank
-    foreseen = None if foreseen is None else foreseen // config.trainer.batch_size
+    foreseen = largest_batch(plan, arch, budget, unit=config.trainer.batch_size)  # `config` has one sequence on a rank
     return on_gpu, foreseen, describe_environment()
 
 
