@@ -13,7 +13,7 @@ from linrnn.config import load_config
 from linrnn.config.schema import Config, TuneConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.experiments import tuning as tune_kernels
-from linrnn.models import tuning
+from linrnn.models.tuning.choices import Choices
 from linrnn.models.tuning.table import Table, read_table, table_path
 
 VERSIONS = {name: version(name) for name in ("triton", "flash-linear-attention")}
@@ -41,11 +41,11 @@ def config(*overrides: str) -> TuneConfig:
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Called:
     """The only kernel of every model, on a GPU that is not there. KDA cannot run on it."""
-    tuning.install()
     called = Called()
     configs = [triton.Config({"BT": 16}), triton.Config({"BT": 32})]
 
     tuner = Autotuner(called, called.arg_names, configs, ["B"], None, None)
+    Choices(tuner)
 
     def do_bench(call: Callable[[], None], quantiles: object, **_: object) -> list[float]:
         call()

@@ -19,9 +19,11 @@ from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, find_pretrained, load_weights, support
 from linrnn.models.architecture import MODELS, Architecture, resolve
-from linrnn.models.chunk_size import leave_out_slow_configurations
 from linrnn.models.facts import FACTS
+from linrnn.models.fla_import import import_fla
 from linrnn.models.language_model import KEPT_PRODUCTS
+from linrnn.models.tuning.choices import tuner_of
+from linrnn.models.tuning.exclusions import GRADIENTS_OF_V, without_excluded
 from linrnn.profiling.components import part_modules
 
 CPU = torch.device("cpu")
@@ -305,22 +307,26 @@ def test_chunk_size_reaches_the_kernel_and_changes_no_result(
 
 
 def test_in_chunks_of_128_no_configuration_is_tried_that_unrolls_more_than_those_of_64() -> None:
-    class Tuner:
-        def early_config_prune(self, configs: list[Any], nargs: dict[str, Any], **kwargs: Any) -> list[Any]:
-            return [config for config in configs if config.kwargs["BV"] < kwargs["V"]]
-
-    configs = [
-        SimpleNamespace(kwargs={"BV": values}, num_warps=warps) for values in (64, 128, 512) for warps in (2, 4, 8)
-    ]
-    tuner = Tuner()
-    for _ in range(2):  # a second model
-        leave_out_slow_configurations(tuner)
+    configs = [SimpleNamespace(kwargs={"BV": values}, num_warps=warps) for values in (64, 128) for warps in (2, 4, 8)]
     tried = {
-        tokens: [(c.kwargs["BV"], c.num_warps) for c in tuner.early_config_prune(configs, {}, BT=tokens, V=512)]
+        tokens: [(c.kwargs["BV"], c.num_warps) for c in without_excluded(GRADIENTS_OF_V, {"BT": tokens}, configs)]
         for tokens in (64, 128)
     }
     assert tried[64] == [(64, 2), (64, 4), (64, 8), (128, 2), (128, 4), (128, 8)]
     assert tried[128] == [(64, 4), (64, 8), (128, 8)]
+    kernel = tuner_of(import_fla("fla.ops.gla.chunk").chunk_gla_bwd_kernel_dv)
+    assert kernel.cache.kernel == GRADIENTS_OF_V
+
+
+def test_models_of_other_chunk_sizes_leave_fla_as_it_is() -> None:
+    """Each layer has a forward of its own."""
+    fla = import_fla("fla.layers.kda")
+    before, forward = dict(vars(fla)), fla.KimiDeltaAttention.forward
+    sized, usual, ids = build("kda", chunk_size=32), build("kda"), tokens(2, 70)
+    sized(ids)
+    assert dict(vars(fla)) == before
+    assert fla.KimiDeltaAttention.forward is forward
+    assert "forward" not in vars(usual.mixers[0])
 
 
 def test_a_chunk_size_without_effect_is_refused() -> None:

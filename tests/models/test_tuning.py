@@ -1,5 +1,7 @@
 """Stored choices of autotuned kernels: which configuration runs, what is recorded and said, what is compiled ahead."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cce_kernels.runtime.launch import quick, through_triton
+import triton.testing
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
@@ -38,24 +40,24 @@ def kernel(x: Any, B: int, D: int, BT: int) -> None:
 class Called:
     """Stands in for a compiled kernel: notes the tile size of each call."""
 
+    last = 0  # of all of them
+
     def __init__(self) -> None:
         self.fn, self.arg_names = kernel, ["x", "B", "D", "BT"]
         self.tiles: list[int] = []
 
     def run(self, *args: Any, BT: int, **kwargs: Any) -> None:
         self.tiles.append(BT)
+        Called.last = BT
 
 
-def tuner(kind: Callable[..., Any] = Autotuner, fastest: int = 32) -> Any:
-    """An autotuner whose measurement finds that the tile size `fastest` is the fastest."""
+def tuner(kind: Callable[..., Any] = Autotuner) -> Any:
+    """An autotuner with two tile sizes, of which 32 is the fastest."""
     called = Called()
-
-    def do_bench(call: Callable[[], None], quantiles: Any) -> list[float]:
-        call()
-        return [0.0 if called.tiles[-1] == fastest else 1.0] * 3
-
     configs = [triton.Config({"BT": 16}, num_warps=1, num_stages=2), triton.Config({"BT": 32})]
-    return kind(called, called.arg_names, configs, ["B", "D"], None, None, do_bench=do_bench)
+    tuned = kind(called, called.arg_names, configs, ["B", "D"], None, None)
+    choices.Choices(tuned)
+    return tuned
 
 
 def call(tuned: Any, batch: int = 8, width: int = 64) -> list[int]:
@@ -69,9 +71,14 @@ def table(**keys: str) -> Table:
     return Table("a GPU", VERSIONS, {KERNEL: {KEY: SMALL, **keys}})
 
 
+def do_bench(call: Callable[[], None], quantiles: Any, **_: Any) -> list[float]:
+    call()
+    return [0.0 if Called.last == 32 else 1.0] * 3
+
+
 @pytest.fixture(autouse=True)
-def _a_run_of_its_own() -> Iterator[None]:
-    tuning.install()
+def _a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
     yield
     tuning.use("stored")
 
@@ -362,18 +369,16 @@ def test_lines_become_rarer() -> None:
 
 
 def test_tuning_says_which_configuration_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = tuner()
     said: list[str] = []
-    measured = tuned._do_bench
 
-    def do_bench(*args: Any, **kwargs: Any) -> Any:
-        said.append(str(progress._activities[-1]))
-        return measured(*args, **kwargs)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        said.append(f"{progress._activities[-1]}, {kwargs['rep']} ms")
+        return do_bench(*args, **kwargs)
 
-    tuned._do_bench = do_bench
-    tuning.use("tune")
-    call(tuned)
-    assert said == ["tuning kernel: configuration 1 of 2", "tuning kernel: configuration 2 of 2"]
+    monkeypatch.setattr(triton.testing, "do_bench", measured)
+    tuning.use("tune", rep=40)
+    call(tuner())
+    assert said == [f"tuning kernel: configuration {number} of 2, 40 ms" for number in (1, 2)]
     assert not progress._activities
 
 
@@ -390,17 +395,16 @@ def add_one(x, N: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(x + places, tl.load(x + places, mask=places < N) + 1, mask=places < N)
 
 
-@triton.jit
-def add_one_of_16(x, BLOCK: tl.constexpr):
-    places = tl.arange(0, BLOCK)
-    tl.store(x + places, tl.load(x + places) + 1)
+def tuned_add_one(*sizes: int) -> Any:
+    tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in sizes], ["N"], cache_results=True)(add_one)
+    choices.Choices(tuned)
+    return tuned
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Triton compiles for an H100 that is not there. Returns the names of compiled kernels, and of their launchers."""
-    from triton.runtime.jit import JITFunction
-
+    compiled: list[str] = []
     target = GPUTarget("cuda", 90, 32)
     fake = SimpleNamespace(
         get_current_target=lambda: target,
@@ -410,60 +414,55 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     )
     monkeypatch.setattr(driver, "_active", fake)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled: list[str] = []
-    original = JITFunction._do_compile
-
-    def noted(self: Any, *args: Any) -> Any:
-        compiled.append(self.fn.__name__)
-        return original(self, *args)
-
-    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
     return compiled
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str]) -> None:
-    tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (16, 32)], ["N"])(add_one)
-    name = f"{__name__}:add_one"
+def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str], tmp_path: Path) -> None:
+    tuned, both = tuned_add_one(16, 32), ["add_one", "launcher of add_one"]
     x = torch.zeros(8)
     tuning.use("tune")
     with tuning.compile_ahead(2):
         tuned[(1,)](x, N=8)
         tuned[(1,)](x, N=8)
-    assert sorted(hopper) == ["add_one"] * 2 + ["launcher of add_one"] * 2, "every configuration once"
+        assert hopper == []
+    assert sorted(hopper) == sorted(both * 2), "every configuration once"
     assert not x.any()
     assert tuning.used() is None, "nothing is chosen yet"
+    assert not tuned.cache
+    assert tuned.cache_results
+    assert not [*tmp_path.rglob("*autotune*")], "Triton keeps no timings of what was not measured"
     hopper.clear()
     tuning.use("first")
     with tuning.compile_ahead():
         tuned[(1,)](x, N=4)
-    assert hopper == ["add_one", "launcher of add_one"], "the first configuration alone"
+    assert hopper == both, "the first configuration alone"
     hopper.clear()
     stored = "BLOCK=16 num_warps=4 num_stages=3"
-    tuning.use("strict", Table("a GPU", VERSIONS, {name: {"N=16 float32": stored}}))
+    tuning.use("strict", Table("a GPU", VERSIONS, {f"{__name__}:add_one": {"N=16 float32": stored}}))
     with tuning.compile_ahead():
         tuned[(1,)](x, N=16)
-    assert hopper == ["add_one", "launcher of add_one"], "the stored configuration alone"
+    assert hopper == both, "the stored configuration alone"
     with pytest.raises(UnsupportedError, match="strict"), tuning.compile_ahead():
         tuned[(1,)](x, N=32)
     assert not x.any()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_a_kernel_of_the_loss_that_is_compiled_already_does_not_run_either(hopper: list[str]) -> None:
-    """A loss of several chunks launches a kernel again and again. The first launch may have compiled it already."""
-    kernel = quick(add_one_of_16)
-    for _ in range(2):  # a rehearsal after a rehearsal knows the kernel from the start
-        with tuning.compile_ahead(1), through_triton():
-            for _ in range(20):
-                kernel[(1,)](torch.zeros(16), 16)  # a launch would ask the missing driver
-                time.sleep(0.1)
-    assert hopper == ["add_one_of_16", "launcher of add_one_of_16"]
+def test_what_was_compiled_ahead_is_not_compiled_again(hopper: list[str]) -> None:
+    """The kernel is at hand: its launch is the first thing that this machine cannot do."""
+    with tuning.compile_ahead():
+        add_one[(1,)](torch.zeros(8), N=64, BLOCK=64)
+    hopper.clear()
+    with pytest.raises(AttributeError, match="utils"):
+        add_one[(1,)](torch.zeros(8), N=64, BLOCK=64)
+    assert "add_one" not in hopper
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_a_rehearsal_that_fails_compiles_nothing_more(hopper: list[str]) -> None:
-    tuned = triton.autotune([triton.Config({"BLOCK": 2**power}) for power in range(4, 14)], ["N"])(add_one)
+def test_a_rehearsal_that_fails_compiles_nothing_and_leaves_nothing(hopper: list[str]) -> None:
+    tuned = tuned_add_one(128, 256)
     tuning.use("tune")
 
     def rehearsal() -> None:
@@ -473,13 +472,37 @@ def test_a_rehearsal_that_fails_compiles_nothing_more(hopper: list[str]) -> None
 
     with pytest.raises(RuntimeError, match="out of memory"):
         rehearsal()
-    assert hopper.count("add_one") < 10
+    assert hopper == []
+    assert not tuned.cache
+    assert tuned.cache_results
+    assert triton.knobs.runtime.jit_cache_hook is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 def test_a_kernel_that_does_not_compile_fails_when_it_is_called(hopper: list[str]) -> None:
     with tuning.compile_ahead():
         add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)  # no power of two
-    assert hopper == ["add_one"]
     with pytest.raises(triton.CompilationError, match="power of 2"):
         add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)
+
+
+def test_no_function_of_triton_or_fla_is_replaced() -> None:
+    """FLA's autotuners get settings. Their classes stay, and so does Triton's compiler."""
+    done = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+UNCHANGED = """
+import torch._dynamo  # which changes a function of torch, as it is imported
+from triton.runtime import Autotuner, JITFunction
+def functions():
+    owners = torch, torch.Tensor, torch.compiler, Autotuner, JITFunction
+    return {(owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)}
+before = functions()
+from linrnn.models import tuning
+from linrnn.models.fla_import import import_fla
+import_fla("fla.models.gla")
+tuning.use("first")
+with tuning.compile_ahead():
+    print([name for name, value in functions().items() if name in before and value is not before[name]])
+"""

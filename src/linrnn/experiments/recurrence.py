@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,10 +18,11 @@ from torch import Tensor
 from linrnn.config.schema import Config
 from linrnn.core.errors import UnsupportedError
 from linrnn.core.tables import Table
-from linrnn.models import build_model, check_supported, cpu_ops, tuning
+from linrnn.models import build_model, check_supported, tuning
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import facts_of
-from linrnn.models.fla_import import import_fla
+from linrnn.models.fla_import import calling, import_fla
+from linrnn.models.shared_projection import bound
 from linrnn.training.runtime import device_name, without_tf32
 
 N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
@@ -104,12 +104,16 @@ def call_of_the_mixer(config: Config, device: torch.device) -> Call:
     architecture = resolve(replace(config.model, chunk_size=None), size, VOCAB_SIZE)
     facts = facts_of(architecture.kind)
     model = build_model(architecture, device=device, seed=config.seed)
-    cpu_ops.install()  # on a GPU, too: for `cpu_version`
-    calls: list[Call] = []
+    [mixer] = model.mixers
+    fla, calls = import_fla(type(mixer).__module__), list[Call]()
+    recorded = {
+        name: _recorded(getattr(fla, name), plain, calls)
+        for (module, name), plain in (facts.cpu or {}).items()
+        if module == fla.__name__
+    }
+    mixer.forward = bound(calling(type(mixer).forward, recorded), mixer)  # type: ignore[method-assign]
     ids = torch.randint(VOCAB_SIZE, (N_SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(config.seed))
-    with contextlib.ExitStack() as recording, torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-        for module, name in ((import_fla(module), name) for module, name in facts.cpu or {}):
-            recording.enter_context(patch.object(module, name, _recorded(getattr(module, name), calls)))
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
         model(ids.to(device))
     if not calls:
         raise UnsupportedError(
@@ -124,9 +128,8 @@ def call_of_the_mixer(config: Config, device: torch.device) -> Call:
     return call
 
 
-def _recorded(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+def _recorded(function: Callable[..., Any], plain: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
     """`function`, which notes each call that has queries, keys and values."""
-    plain = function.cpu_version  # type: ignore[attr-defined]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(TypeError, ValueError):  # a function whose arguments have no names is no recurrence

@@ -7,7 +7,6 @@ command line are reported before torch is imported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -71,17 +70,9 @@ class LossBackend(ABC):
         """The summed loss (a scalar, any floating dtype) and the statistics."""
 
     @property
-    def rehearsable(self) -> bool:
-        """Whether its kernels can be compiled ahead by a call in which no kernel runs.
-
-        Then no decision of the host may depend on what a kernel would have written: new memory holds zeros instead. The
-        call and its backward pass lie within `rehearsal`.
-        """
+    def compiles_ahead(self) -> bool:
+        """Whether its first call compiles its kernels on all cores. A run then makes one before its first step."""
         return False
-
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """Within the context every launch is one of Triton's `JITFunction.run`, which a rehearsal replaces."""
-        return nullcontext()
 
     def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         """From now on the weight is this rank's `shards[rank]` rows of a matrix that the ranks of `group` share.

@@ -24,8 +24,6 @@ from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_own_kernels
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
     import torch.distributed as dist
     from torch import Tensor
@@ -216,12 +214,9 @@ class CceKahan(LossBackend):
         self._spread = True
 
     @property
-    def rehearsable(self) -> bool:
+    def compiles_ahead(self) -> bool:
         """Not with a vocabulary over several ranks, which compare their calls."""
         return not self._spread
-
-    def rehearsal(self) -> AbstractContextManager[None]:
-        return import_module("cce_kernels.runtime.launch").through_triton()
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -1,41 +1,26 @@
 """`model.chunk_size`: how many tokens FLA's recurrent kernels put in a chunk.
 
-FLA's layers do not pass a chunk size on. They look their kernel up in their module at each call. `with_chunk_size`
-replaces the kernel there, during one layer's call, by a version with the chunk size filled in. Models with different
-chunk sizes can therefore live in one process.
+FLA's layers do not pass a chunk size on. So a layer gets a forward of its own, a copy of FLA's that calls the kernel
+with the chunk size filled in. Models with different chunk sizes can live in one process.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linrnn.models.cpu_ops import mixers
 from linrnn.models.facts import Chunks
-from linrnn.models.fla_import import import_fla
-
-# Multiply-adds that a thread of FLA's kernel for dv may unroll: the most of any configuration with 64 tokens.
-UNROLLED_MULTIPLY_ADDS = 8192
+from linrnn.models.fla_import import calling, import_fla
+from linrnn.models.shared_projection import bound
 
 
-def with_chunk_size(forward: Callable[..., Any], chunks: Chunks, chunk_size: int) -> Callable[..., Any]:
-    """The `forward` of a block, run with kernels of this chunk size."""
-    module, name = import_fla(chunks.module), chunks.name
+def set_chunk_size(mixer: nn.Module, chunks: Chunks, chunk_size: int) -> None:
+    """From now on a mixer's forward calls its kernel with this chunk size."""
     # torch's compiler takes a second to import: only here
-    chosen = torch.compiler.disable(chunks.own) if chunks.own else getattr(module, name)
-    kernel = functools.partial(chosen, chunk_size=chunk_size)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        usual = getattr(module, name)
-        setattr(module, name, kernel)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            setattr(module, name, usual)
-
-    return call
+    chosen = torch.compiler.disable(chunks.own) if chunks.own else getattr(import_fla(chunks.module), chunks.name)
+    forward = calling(type(mixer).forward, {chunks.name: functools.partial(chosen, chunk_size=chunk_size)})
+    mixer.forward = bound(forward, mixer)  # type: ignore[method-assign]
 
 
 def chunk_gla(
@@ -65,7 +50,6 @@ class _ChunkGLA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size):
         gla = import_fla("fla.ops.gla.chunk")
-        leave_out_slow_configurations(gla.chunk_gla_bwd_kernel_dv.fn)
         q, k, v, g = (x.contiguous() for x in (q, k, v, g))
         options = {
             "scale": q.shape[-1] ** -0.5,
@@ -103,23 +87,3 @@ class _ChunkGLA(torch.autograd.Function):
                 **ctx.options,
             )
         return dq.to(q), dk.to(k), dv.to(v), dg.to(ctx.g_dtype), d_initial, None, None, None, None
-
-
-@functools.cache
-def leave_out_slow_configurations(tuner: Any) -> None:
-    """Keep FLA's autotuner for dv from trying configurations that take minutes to compile.
-
-    That kernel multiplies the chunk's scores by the output's gradients in IEEE fp32, so without tensor cores. It
-    unrolls the product: with 128 tokens, two warps and 128 value dimensions, each thread has 32,768 multiply-adds.
-    """
-    usual = tuner.early_config_prune
-
-    def prune(configs: list[Any], nargs: dict[str, Any], **kwargs: Any) -> list[Any]:
-        tokens = kwargs["BT"]
-        return [
-            config
-            for config in usual(configs, nargs, **kwargs)
-            if tokens * tokens * config.kwargs["BV"] <= UNROLLED_MULTIPLY_ADDS * 32 * config.num_warps
-        ]
-
-    tuner.early_config_prune = prune

@@ -1,7 +1,6 @@
 """Import one module of FLA without its other layers and models: a second instead of six."""
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -9,11 +8,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pkgutil import extend_path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
-from unittest.mock import patch
-
-import torch
 
 from linrnn.config.fla.names import fla_models
 from linrnn.models import tuning
@@ -25,15 +21,17 @@ UNUSED = ("scipy", "torchao", "sklearn", "torchvision")
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of FLA without FLA's warnings on a machine without a GPU."""
+    """Import a module of FLA without FLA's warnings on a machine without a GPU. Its kernels get the stored choices."""
+    if module in sys.modules:
+        return importlib.import_module(module)  # after another thread that imports it
     if "fla" not in sys.modules:
         _add_packages()
-        if importlib.util.find_spec("triton") is not None:
-            tuning.install()  # before FLA makes its autotuners
-    with warnings.catch_warnings(), _without_unused_packages(), _compiling_later():
+    with warnings.catch_warnings(), _without_unused_packages():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
+    tuning.adopt()
+    return found
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:
@@ -44,6 +42,20 @@ def fla_classes(model: str) -> tuple[Any, Any]:
     disable_progress_bar()  # of from_pretrained and save_pretrained
     causal_lm = getattr(module, next(name for name in module.__all__ if name.endswith("ForCausalLM")))
     return causal_lm, causal_lm.config_class
+
+
+def calling(function: Callable[..., Any], others: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A copy of a function of FLA's that calls `others` where FLA's calls what has their names in its module.
+
+    FLA's function stays as it is. The copy's names belong to no module, so that torch.compile looks them up in it.
+    """
+    assert isinstance(function, FunctionType)
+    names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
+    copy = FunctionType(
+        function.__code__, names | others, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class _Package(ModuleType):
@@ -78,40 +90,15 @@ def _add_packages() -> None:
 
 @contextlib.contextmanager
 def _without_unused_packages() -> Iterator[None]:
-    """Within the context, transformers imports as if `UNUSED` were not installed. All together take three seconds.
+    """Within the context, `UNUSED` cannot be imported, as if they were not installed. All together take three seconds.
 
-    FLA's models use none of them. Modules of transformers that are imported here refuse them as not installed from
-    then on.
+    FLA's models use none of them. What transformers asks meanwhile, it takes as not installed from then on.
     """
-    import transformers.utils
-
-    with contextlib.ExitStack() as patches:
-        for name in UNUSED:
-            patches.enter_context(patch.object(transformers.utils, f"is_{name}_available", lambda: False))
-        yield
-
-
-@contextlib.contextmanager
-def _compiling_later() -> Iterator[None]:
-    """Within the context, functions decorated with `torch.compile` are compiled when they are first called.
-
-    The decorator itself imports torch's compiler, which takes two seconds.
-    """
-    original = torch.compile
-
-    def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        if function is None:
-            return functools.partial(compile_later, **options)
-        compiled = functools.cache(lambda: original(function, **options))
-
-        @functools.wraps(function)
-        def call(*arguments: Any, **named: Any) -> Any:
-            return (function if torch.compiler.is_compiling() else compiled())(*arguments, **named)
-
-        return call
-
-    torch.compile = compile_later  # type: ignore[assignment]
+    hidden = [name for name in UNUSED if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to refuse an import
     try:
         yield
     finally:
-        torch.compile = original
+        for name in hidden:
+            del sys.modules[name]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from linrnn.core.errors import ConfigError
 from linrnn.data import Batch
-from linrnn.models.chunk_size import with_chunk_size
+from linrnn.models.chunk_size import set_chunk_size
 from linrnn.models.facts import Architecture, facts_of
 from linrnn.models.fla_any import (
     FlaArchitecture,
@@ -49,6 +49,9 @@ class LanguageModel(nn.Module):
         self._compiled_backbone: Callable[..., Any] | None = None
         self.checkpointing = "none"
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
+        if self.chunks is not None and arch.chunk_size is not None:
+            for mixer in self.mixers:
+                set_chunk_size(mixer, self.chunks, arch.chunk_size)
         self._set_block_forwards()
 
     def forward(self, input_ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -168,14 +171,11 @@ class LanguageModel(nn.Module):
         self._set_block_forwards()
 
     def _set_block_forwards(self) -> None:
-        """Compose each block's forward: compiled, then with its chunk size, then checkpointed."""
+        """Compose each block's forward: compiled, then checkpointed."""
         for block in self.blocks:
             forward: Callable[..., Any] = MethodType(type(block).forward, block)
             if self._compiled == "blocks":
                 forward = torch.compile(forward)
-            if self.chunks is not None:
-                assert self.arch.chunk_size is not None
-                forward = with_chunk_size(forward, self.chunks, self.arch.chunk_size)
             if self.checkpointing == "full":
                 forward = partial(checkpoint, forward, use_reentrant=False)
             elif self.checkpointing == "selective":

@@ -10,6 +10,7 @@ bottleneck. It gives no formula. Multi-matrix factorization attention (arXiv:241
 projections, and goes further: its heads share one key and one value. Here every head has its own.
 """
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
@@ -43,12 +44,16 @@ def share_projections(block: nn.Module, rank: int) -> None:
             delattr(mixer, name)
         outputs = [layer.out_features for layer in full]
         mixer.qkv = SharedProjection(full[0].in_features, rank, *outputs)
-        mixer.forward = MethodType(_forward, mixer)  # type: ignore[method-assign]
+        mixer.forward = bound(type(mixer).forward, mixer)  # type: ignore[method-assign]
 
 
-def _forward(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of FLA's layer, with projections that share z."""
-    return type(mixer).forward(_InOneCall(mixer), *args, **kwargs)  # type: ignore[arg-type]
+def bound(forward: Callable[..., Any], mixer: nn.Module) -> Callable[..., Any]:
+    """FLA's forward as a method of this mixer. Where projections share z, it calls those."""
+
+    def sharing(mixer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(_InOneCall(mixer), *args, **kwargs)
+
+    return MethodType(sharing if hasattr(mixer, "qkv") else forward, mixer)
 
 
 class _InOneCall:

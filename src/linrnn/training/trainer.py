@@ -332,12 +332,16 @@ class Trainer:
 
     def _compile_kernels(self) -> None:
         """Compile all kernels of a step at once, by a rehearsal of the step."""
+        trainer, head = self.config.trainer, self.model.head_weight
+        n_tokens = trainer.batch_size * trainer.seq_len
+        loss = functools.partial(compilation.call_loss, self.loss, n_tokens, head, self.precision)
         line = self.log.line if self.ranks.is_first else functools.partial(say, stream=sys.stderr)
-        if compilation.compile_kernels(self._rehearse, self.device, line, together=self.ranks.part is not None):
+        together = self.ranks.part is not None
+        if compilation.compile_kernels(self._rehearse, self.device, line, loss=loss, together=together):
             self.seconds_to["kernels"] = seconds_since_start()
 
     def _rehearse(self) -> None:
-        parts = (self.replica, self.loss, self.loader, self.optimizer)
+        parts = (self.replica, self.loader, self.optimizer)
         compilation.rehearse_step(*parts, self.ranks, self.precision, self.device)
 
     # -------------------------------------------------------------------------------- validations and checkpoints

@@ -25,7 +25,7 @@ from compiling import Driver, pretend
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver, jit
 
-from linrnn.models.tuning.new_memory import zeroed
+from linrnn.models.tuning.compilation import Zeroed
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 GPU = torch.device("cuda:0")
@@ -76,7 +76,7 @@ def test_a_call_compiles_nothing_after_its_rehearsal(case, compiled, monkeypatch
     monkeypatch.setattr(launch.Quick, "all_through_triton", True)
     monkeypatch.setattr(tiles, "target", lambda capability: ABSENT)
     monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
-    with zeroed():  # nothing runs that would write indices
+    with Zeroed():  # nothing runs that would write indices
         step(**{"n": 256, "device": "cpu", **CASES[case]})
     assert compiled == rehearsed
 
@@ -248,40 +248,6 @@ def test_the_exact_loss_depends_on_no_result_of_a_kernel(shape, capability, monk
     assert len(launches) > forward, "the backward pass launched kernels as well"
     assert hidden.grad is not None
     assert weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"filter_unbiased": True},
-        {"filter_unbiased": True, "workspace_mib": 64},
-        {"filter_unbiased": True, "filter_mass": 0.3},
-        {"filter_unbiased": True, "filter_c": False},
-        {"filter_unbiased": True, "return_stats": True},
-        {},
-    ],
-    ids=str,
-)
-def test_a_rehearsal_of_a_filter_indexes_by_zeros(options, monkeypatch):
-    """Without zeros, an unbiased filter's indices are wrong ones. Afterwards new memory is what it was."""
-    launches = pretend(monkeypatch, HOPPER)
-    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
-    spoil_new_memory(monkeypatch)
-    hidden = torch.randn(3000, 64).bfloat16().requires_grad_()
-    weight = torch.randn(50_000, 64).bfloat16().requires_grad_()
-    labels = torch.randint(50_000, (3000,))
-
-    def step() -> None:
-        found = linear_cross_entropy(hidden, weight, labels, reduction="sum", filter_eps=2.0**-12, **options)
-        (found[0] if isinstance(found, tuple) else found).backward()
-
-    with launch.through_triton(), zeroed():
-        step()
-    assert len({launch.name for launch in launches}) >= 10
-    assert torch.empty(2).isnan().all()
-    if options:
-        with pytest.raises(IndexError):
-            step()
 
 
 def spoil_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,12 @@
 import json
 import re
 from collections.abc import Callable
-from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
-from cce_kernels import backends
-from cce_kernels.runtime import launch
-from cce_kernels.runtime.launch import Quick
 from fitting import fitted, losses
 from rank_process import leave_kernels_untuned
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from linrnn.config import load_config
 from linrnn.models import tuning
@@ -76,61 +68,26 @@ def test_which_runs_are_rehearsed(overrides: list[str], device: str, expected: b
     assert rehearses(load_config(overrides), torch.device(device)) is expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["loss=cce_kahan", "loss.workspace_mib=64"], True),
-        (["loss=cce_filter", "loss.filter_if_faster=false"], True),
-        (["loss=standard"], False),
-    ],
-)
-def test_which_losses_are_rehearsed(
-    overrides: list[str], expected: bool, small: Small, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("loss", "ahead"), [("cce_kahan", True), ("cce_filter", True), ("standard", False)])
+@pytest.mark.parametrize("reset", ["false", "true"])
+def test_a_loss_that_compiles_its_kernels_is_called_before_the_first_step_as_in_it(
+    loss: str, ahead: bool, reset: str, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Trainer(load_config(small(*overrides)))
-    assert run.loss.rehearsable is expected
-    calls: list[int] = []
+    calls: list[Any] = []
+
+    def noted(self: Any, *tensors: torch.Tensor) -> Any:
+        calls.append([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors])
+        return compute(self, *tensors)
+
+    monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
+    run = Trainer(load_config(small(f"loss={loss}", f"data.reset_at_document={reset}", "trainer.precision=bf16")))
     compute = type(run.loss).compute
-    monkeypatch.setattr(type(run.loss), "compute", lambda *args: (calls.append(1), compute(*args))[1])
-    run._rehearse()
-    assert bool(calls) is expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_a_rehearsal_of_many_chunks_runs_no_kernel_that_it_has_compiled(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiled kernels are at hand at once, as from Triton's cache on disk. A launch of one fails here.
-
-    On a GPU a launch read memory that no kernel had written: an illegal access, or a loop without an end.
-    """
-    overrides = "loss.workspace_mib=4", "trainer.batch_size=100", "trainer.precision=bf16_autocast"
-    run = Trainer(load_config(small("loss=cce_kahan", *overrides)))
-    asked: list[str] = []
-
-    class Compiled:
-        """A stand-in for a compiled kernel, which cannot run."""
-
-    def compile_at_once(self: Any, key: Any, signature: Any, device: Any, *rest: Any) -> Any:
-        asked.append(self.__name__)
-        return self.device_caches[device][0].setdefault(key, Compiled())
-
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    monkeypatch.setattr(JITFunction, "_do_compile", compile_at_once)
-    monkeypatch.setattr(backends, "_backend_on", lambda device: import_module("cce_kernels.backends.with_triton"))
-    for _ in range(2):
-        with tuning.compile_ahead(1):
-            run._rehearse()
-    assert asked.count("product_kernel") > 1, "of dE and of dC"
-    assert not Quick.all_through_triton
-    with pytest.raises(AttributeError, match="Compiled"):
-        run._rehearse()  # in earnest: the first kernel that is known is launched
+    monkeypatch.setattr(type(run.loss), "compute", noted)
+    run._compile_kernels()
+    assert len(calls) == ahead
+    run.train_step()
+    assert len(calls) == ahead + 1
+    assert calls[0] == calls[-1]
 
 
 def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +104,6 @@ def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pyte
     overrides = small(f"data.reset_at_document={reset}", "trainer.accumulation_steps=2")
     plain = losses(fitted([*overrides, "group=plain"]))
     monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
-    monkeypatch.setattr(Trainer, "_compile_kernels", Trainer._rehearse)
     assert losses(fitted([*overrides, "group=rehearsed"])) == plain
 
 
@@ -206,3 +162,25 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
     rehearsed = losses(fitted([*overrides, "group=rehearsed"]))
     monkeypatch.setattr(Trainer, "_compile_kernels", lambda run: None)
     assert rehearsed == losses(fitted([*overrides, "group=plain"]))
+
+
+@pytest.mark.gpu
+def test_a_backward_pass_of_a_rehearsal_allocates_zeros_on_the_gpu_s_thread() -> None:
+    class Allocating(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.empty_like(dy)
+
+    x = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    ones = torch.ones_like(x)
+    ones.mul_(2)
+    with tuning.compile_ahead(1):
+        y = Allocating.apply(x)
+        del ones  # its memory is free, and not zero
+        y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert not x.grad.any()

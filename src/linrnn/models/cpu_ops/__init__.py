@@ -5,9 +5,11 @@ The wrapper sends CPU tensors to the version here and all other tensors to FLA's
 not affected.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -59,10 +61,18 @@ def prepare(model: str, device: torch.device) -> None:
     Raises:
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
-    install_sdpa()
     if device.type == "cpu":
         check_model(model)
+    # torch's compiler takes seconds to import, and no function that FLA decorates with it runs on a CPU
+    with contextlib.nullcontext() if torch.cuda.is_available() else patch.object(torch, "compile", _uncompiled):
+        install_sdpa()
+    if device.type == "cpu":
         install()
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    """`torch.compile`, as a decorator that leaves a function as it is."""
+    return function or functools.partial(_uncompiled, **options)
 
 
 def install() -> None:

@@ -5,8 +5,8 @@ called with new dimensions, which takes minutes, and the fastest one differs fro
 ones stand in a committed table for each kind of GPU (`tables/`, made by scripts/tune.py).
 """
 
-from linrnn.models.tuning.choices import install, remark, use, used
+from linrnn.models.tuning.choices import adopt, remark, use, used
 from linrnn.models.tuning.compilation import compile_ahead
 from linrnn.models.tuning.progress import during, show_progress
 
-__all__ = ["compile_ahead", "during", "install", "remark", "show_progress", "use", "used"]
+__all__ = ["adopt", "compile_ahead", "during", "remark", "show_progress", "use", "used"]

@@ -1,17 +1,20 @@
 """The configuration that each autotuned kernel runs with: a stored one, the first or a tuned one; and a record of all.
 
-Triton's Autotuner keeps its choices in a dictionary, `cache`, and tunes when a key is missing. :func:`install` replaces
-this dictionary by :class:`Choices`, which looks a missing key up in the stored table of the GPU's kind. This holds for
-plain `triton.autotune` and for FLA's own decorator alike. FLA's `FLA_CONFIG_DIR` holds for its own decorator alone,
-and names a kernel by its function, although several of FLA's kernels share a name.
+Triton's Autotuner keeps its choices in a dictionary, `cache`, and tunes when a key is missing. :func:`adopt` gives each
+of FLA's autotuners a :class:`Choices` instead, which looks a missing key up in the stored table of the GPU's kind. It
+also takes two of the settings that `triton.autotune` has: what measures a configuration, and which are left out.
+FLA's `FLA_CONFIG_DIR` names a kernel by its function, although several of FLA's kernels share a name.
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
+import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -35,10 +38,34 @@ class _Process:
     made_with: set[str] = field(default_factory=set)  # GPUs and versions that made choices and are not those here
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     tuning_seconds: float = 0.0
+    measured_for: dict[str, int] = field(default_factory=dict)  # milliseconds, see `use`
+    rehearsed: "list[tuple[Choices, Any]] | None" = None  # what a rehearsal has chosen; None: there is no rehearsal
 
 
 _process = _Process()
 _all: "weakref.WeakSet[Choices]" = weakref.WeakSet()
+
+
+def adopt() -> None:
+    """Give the autotuners of FLA's modules that are imported by now their :class:`Choices`."""
+    fla = [module for name, module in [*sys.modules.items()] if name.startswith("fla.")]
+    if not fla or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import KernelInterface
+
+    for kernel in [value for module in fla for value in [*vars(module).values()] if isinstance(value, KernelInterface)]:
+        if (tuner := tuner_of(kernel)) is not None and not isinstance(tuner.cache, Choices):
+            Choices(tuner)
+
+
+def tuner_of(kernel: Any) -> Any:
+    """The autotuner of a kernel, which may lie within other decorators; None: it has none."""
+    from triton.runtime import Autotuner
+
+    while not isinstance(kernel, Autotuner):
+        if (kernel := getattr(kernel, "fn", None)) is None:
+            return None
+    return kernel
 
 
 class Choices(dict[tuple[Any, ...], Any]):
@@ -47,11 +74,37 @@ class Choices(dict[tuple[Any, ...], Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(self, tuner: Any) -> None:
+        """Become the choices of a tuner."""
         super().__init__()
-        self.tuner = tuner
+        self.tuner, self._left_out_by_fla = tuner, tuner.early_config_prune
         self.kernel = f"{tuner.base_fn.__module__}:{tuner.base_fn.__qualname__}"
-        self.candidates = self.tried = 0  # configurations that the current tuning compares, and those that it began
+        self._candidates = self._tried = 0  # configurations that the current tuning compares, and those that it began
+        tuner.cache, tuner.early_config_prune, tuner.do_bench = self, self._usable, self._measure
         _all.add(self)
+
+    def _usable(self, configs: list[Any], nargs: dict[str, Any], **kwargs: Any) -> list[Any]:
+        """For Autotuner.early_config_prune: the configurations that are tried."""
+        usable = self._left_out_by_fla(configs, nargs, **kwargs) if self._left_out_by_fla else configs
+        usable = without_excluded(self.kernel, {**nargs, **kwargs}, usable)
+        usable = usable[:1] if _process.mode == "first" else usable
+        self._candidates, self._tried = len(usable), 0
+        return usable
+
+    def _measure(self, call: Callable[[], None], quantiles: Sequence[float]) -> Sequence[float]:
+        """For Autotuner.do_bench: the milliseconds of a configuration, its median first."""
+        if _process.rehearsed is not None:
+            call()
+        if _process.rehearsed is not None or self._candidates == 1:
+            return [0.0] * len(quantiles)  # there is nothing to compare
+        from triton.testing import do_bench
+
+        self._tried += 1
+        name, began = self.kernel.rpartition(":")[2], time.monotonic()
+        try:
+            with during(f"tuning {name}: configuration {self._tried} of {self._candidates}"):
+                return do_bench(call, quantiles=quantiles, **_process.measured_for)  # type: ignore[return-value]
+        finally:
+            _process.tuning_seconds += time.monotonic() - began
 
     def __contains__(self, key: object) -> bool:
         return dict.__contains__(self, key) or self._take_stored(
@@ -59,7 +112,11 @@ class Choices(dict[tuple[Any, ...], Any]):
         )  # at every launch: super() would take twice as long
 
     def __setitem__(self, key: tuple[Any, ...], config: Any) -> None:
-        self._take(key, config, FIRST if _process.mode == "first" else TUNED)
+        if _process.rehearsed is None:
+            self._take(key, config, FIRST if _process.mode == "first" else TUNED)
+        else:
+            super().__setitem__(key, config)
+            _process.rehearsed.append((self, key))
 
     def _take(self, key: Any, config: Any, source: str) -> None:
         super().__setitem__(key, config)
@@ -91,7 +148,29 @@ class Choices(dict[tuple[Any, ...], Any]):
         return False
 
 
-def use(mode: str, table: Table | None = None) -> None:
+@contextlib.contextmanager
+def rehearsing() -> Iterator[None]:
+    """Within the context, nothing is measured or recorded: a kernel without a choice is called in each configuration.
+
+    Triton then keeps no timings on disk, nor does it read them.
+    """
+    adopt()
+    keeping = [choices.tuner for choices in _all if choices.tuner.cache_results]
+    chosen_meanwhile: list[tuple[Choices, Any]] = []
+    _process.rehearsed = chosen_meanwhile
+    try:
+        for tuner in keeping:
+            tuner.cache_results = False
+        yield
+    finally:
+        _process.rehearsed = None
+        for tuner in keeping:
+            tuner.cache_results = True
+        for choices, key in chosen_meanwhile:
+            choices.pop(key, None)
+
+
+def use(mode: str, table: Table | None = None, **milliseconds: int) -> None:
     """Begin a run: forget earlier choices, and take the next ones by `mode`.
 
     Args:
@@ -99,10 +178,12 @@ def use(mode: str, table: Table | None = None) -> None:
             stored for another batch alone. `first`: from the table; kernels without a stored choice run in their first
             configuration. `strict`: from the table; a kernel without a choice is an error. `tune`: all are tuned.
         table: the autotune cache; None: all that this machine's GPU can use (:func:`stored_tables`).
+        milliseconds: `warmup` and `rep` of a configuration's measurement; by default those of Triton.
     """
+    adopt()
     tables = None if table is None else (table,)
     _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
-    _process.made_with = set()
+    _process.made_with, _process.measured_for = set(), milliseconds
     for choices in _all:
         choices.clear()
 
@@ -196,68 +277,3 @@ def config_text(config: Any) -> str:
     unusual = {"num_ctas": (config.num_ctas, 1), "maxnreg": (config.maxnreg, None)}
     words |= {name: value for name, (value, usual) in unusual.items() if value != usual}
     return " ".join(f"{name}={value}" for name, value in words.items())
-
-
-# ------------------------------------------------------------------------------------------------ inside Triton
-@functools.cache
-def install() -> None:
-    """Give every autotuner that is made from now on :class:`Choices`, and show what it tunes and compiles."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    for kind, name, wrapper in (
-        (Autotuner, "__init__", _with_choices),
-        (Autotuner, "prune_configs", _pruned),
-        (Autotuner, "_bench", _shown),
-        (JITFunction, "_do_compile", _compiling),
-    ):
-        setattr(kind, name, wrapper(getattr(kind, name)))
-
-
-def _with_choices(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.cache = Choices(self)
-
-    return __init__
-
-
-def _pruned(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prune_configs(self: Any, kwargs: dict[str, Any]) -> Any:
-        pruned = original(self, kwargs)
-        if isinstance(self.cache, Choices):
-            pruned = without_excluded(self.cache.kernel, {**self.nargs, **kwargs}, pruned)
-            pruned = pruned[:1] if _process.mode == "first" else pruned
-            self.cache.candidates, self.cache.tried = len(pruned), 0
-        return pruned
-
-    return prune_configs
-
-
-def _shown(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _bench(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(choices := self.cache, Choices):
-            return original(self, *args, **kwargs)
-        if choices.candidates == 1:
-            return [0.0, 0.0, 0.0]  # there is nothing to compare
-        choices.tried += 1
-        name, began = choices.kernel.rpartition(":")[2], time.monotonic()
-        try:
-            with during(f"tuning {name}: configuration {choices.tried} of {choices.candidates}"):
-                return original(self, *args, **kwargs)
-        finally:
-            _process.tuning_seconds += time.monotonic() - began
-
-    return _bench
-
-
-def _compiling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _do_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with during(f"compiling {self.fn.__name__}"):
-            return original(self, *args, **kwargs)
-
-    return _do_compile

@@ -1,123 +1,83 @@
 """Compile all kernels of a step on all cores, before the step needs the first of them.
 
 Triton compiles a kernel when it is called, so one after the other, and each takes about a second. Which kernels a step
-calls, and for which arguments, is known only from calling them. So the step is rehearsed: its kernels are not run, and
-their arguments go to a pool of threads which compile. Triton's compiler releases Python's lock most of the time.
-What a kernel should have written is zero meanwhile (new_memory.py), so any model can be rehearsed.
-
-Triton 3.6 also compiles a launcher in C for each kernel, when the kernel is first launched. The threads do that, too.
+calls, and for which arguments, is known only from calling them. So the step is rehearsed: Triton's hook for a kernel
+that is not compiled yet notes it, and the kernel is not run. Then threads compile all of them. Triton's compiler
+releases Python's lock most of the time. Kernels that are compiled already run.
 """
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrnn.core.machine import cores
-from linrnn.models.tuning.new_memory import zeroed
+from linrnn.models.tuning.choices import rehearsing
 from linrnn.models.tuning.progress import during
 
-
-class _NotTuned(Exception):
-    """Triton's cache on disk holds no timings for a key."""
-
-
-class _Rehearsal:
-    """Takes the place of calls to kernels. All results stay as they were allocated: zeros, if they are new."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        from triton.runtime.jit import JITFunction
-
-        self._run, self._compile = JITFunction.run, JITFunction._do_compile
-        self._pool = pool
-        self._asked: set[tuple[int, Any, Any]] = set()
-        self.compilations: list[Future[Any]] = []
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        """For JITFunction.run."""
-        return self._run(kernel, *args, grid=grid, warmup=True, **kwargs)
-
-    def compile(self, kernel: Any, key: Any, signature: Any, device: Any, *rest: Any) -> None:
-        """For JITFunction._do_compile. The kernel's own cache gets the result later."""
-        if (asked := (id(kernel), key, device)) not in self._asked:
-            self._asked.add(asked)
-            self.compilations.append(self._pool.submit(self._prepare, kernel, key, signature, device, *rest))
-
-    def _prepare(self, kernel: Any, *arguments: Any) -> None:
-        """On a thread: compile a kernel and its launcher. Both are found again in Triton's cache on disk."""
-        from triton.runtime.driver import driver
-
-        if (compiled := self._compile(kernel, *arguments)) is not None:  # None: a hook of Triton's took the kernel
-            driver.active.launcher_cls(compiled.src, compiled.metadata)
-
-    def run_tuned(self, tuner: Any, *args: Any, **kwargs: Any) -> None:
-        """For Autotuner.run: the chosen configuration, or all among which it will choose."""
-        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-        for config in self._candidates(tuner, kwargs):
-            tuner.fn.run(*args, **kwargs, **config.all_kwargs())
-        tuner.nargs = None
-
-    def _candidates(self, tuner: Any, kwargs: dict[str, Any]) -> list[Any]:
-        if len(tuner.configs) == 1:
-            return tuner.configs
-        if (key := tuning_key(tuner, kwargs)) in tuner.cache:
-            return [tuner.cache[key]]
-        pruned = tuner.prune_configs(kwargs)
-        if tuner.cache_results:
-            with contextlib.suppress(_NotTuned):
-                tuner.check_disk_cache(key, pruned, _not_tuned)
-                return [tuner.cache[key]]
-        return pruned
+# Torch's operations whose result nothing has written. FLA, and every other caller of Triton, allocates with them.
+ALLOCATING = {
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.empty_permuted),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+}
 
 
-def _not_tuned() -> None:
-    raise _NotTuned
+class Zeroed(TorchDispatchMode):
+    """Within the context, new memory holds zeros, in backward passes too: what no kernel has written is a valid index.
 
+    A model may index tensors by what a kernel has written, as sparse attention does. Zero is an index of every tensor
+    that is not empty. Memory that nothing has written may hold any other, and a GPU then reports an illegal access.
+    """
 
-def tuning_key(tuner: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a call, as Autotuner.run makes it. `tuner.nargs` holds the positional arguments."""
-    given = {name: value for name, value in {**tuner.nargs, **kwargs}.items() if name in tuner.arg_names}
-    dtypes = [str(value.dtype) for value in given.values() if hasattr(value, "dtype")]
-    return tuple([given[name] for name in tuner.keys if name in given] + dtypes)
-
-
-@contextlib.contextmanager
-def _cancelled_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """If the rehearsal fails, or is interrupted, compile nothing more."""
-    try:
-        yield
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        return result.zero_() if operation.overloadpacket in ALLOCATING else result
 
 
 @contextlib.contextmanager
 def compile_ahead(threads: int | None = None) -> Iterator[None]:
-    """Within the context, Triton's kernels are compiled and not run: what they should write holds zeros.
+    """Within the context, kernels of Triton's that are not compiled yet are noted and not run. At its end they are
+    compiled.
 
-    All are compiled when the context ends. A kernel that does not compile fails again when it is called in earnest.
+    A kernel that does not compile fails again when it is called in earnest. Functions of FLA's under `torch.compile`
+    run as they are, so that `Zeroed` sees what they allocate. The step compiles them.
 
     Args:
         threads: that compile; None: one for each core that this process may use.
     """
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
+    from triton import knobs
 
-    threads = threads or cores()
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        rehearsal = _Rehearsal(pool)
+    noted: dict[Any, tuple[Any, str]] = {}
 
-        def progress() -> str:
-            done = sum(future.done() for future in rehearsal.compilations)
-            return f"compiled {done} of {len(rehearsal.compilations)} kernels on {threads} threads"
+    def note(*, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
+        noted[id(fn.jit_function), key] = fn.jit_function, compile["specialization_data"]
+        return True  # leave it uncompiled, and do not run it
 
-        with during(progress), _cancelled_on_error(pool):
-            with (
-                zeroed(),
-                patch.object(JITFunction, "run", lambda *args, **kwargs: rehearsal.run(*args, **kwargs)),
-                patch.object(JITFunction, "_do_compile", lambda *args: rehearsal.compile(*args)),
-                patch.object(Autotuner, "run", lambda *args, **kwargs: rehearsal.run_tuned(*args, **kwargs)),
-            ):
-                yield
-            wait(rehearsal.compilations)
+    usual = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
+    try:
+        with rehearsing(), torch.compiler.set_stance("force_eager"), Zeroed():
+            yield
+    finally:
+        knobs.runtime.jit_cache_hook = usual
+    _compile(list(noted.values()), threads or cores())
+
+
+def _compile(noted: list[tuple[Any, str]], threads: int) -> None:
+    """Compile kernels, each as Triton has described it, and load them to the GPU."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    compilations: list[Future[None]] = []
+
+    def compile_one(kernel: Any, description: str) -> None:
+        with contextlib.suppress(Exception), contextlib.nullcontext() if device is None else torch.cuda.device(device):
+            kernel.preload(description).run  # noqa: B018  Triton 3.6 also compiles a launcher in C
+
+    def progress() -> str:
+        done = sum(future.done() for future in compilations)
+        return f"compiled {done} of {len(noted)} kernels on {threads} threads"
+
+    with during(progress), ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        compilations += [pool.submit(compile_one, *kernel) for kernel in noted]

@@ -3,10 +3,11 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
@@ -16,8 +17,7 @@ from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
 from linrnn.models.facts import facts_of
-from linrnn.models.language_model import loss_inputs
-from linrnn.profiling import watched_loss
+from linrnn.models.language_model import compute_dtype, loss_inputs
 from linrnn.training.runtime import synchronize
 
 
@@ -34,7 +34,12 @@ def rehearses(config: Config, device: torch.device) -> bool:
 
 
 def compile_kernels(
-    rehearsal: Callable[[], None], device: torch.device, say: Callable[[str], None], *, together: bool = False
+    rehearsal: Callable[[], None],
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    loss: Callable[[], None] = lambda: None,
+    together: bool = False,
 ) -> bool:
     """Compile all kernels that `rehearsal` calls, at once. Returns whether it came to its end.
 
@@ -43,6 +48,7 @@ def compile_kernels(
 
     Args:
         say: prints the line.
+        loss: calls the loss, which compiles its own kernels (:func:`call_loss`).
         together: ranks share one model and rehearse together. One of them cannot give up alone, so any error is raised.
 
     Raises:
@@ -54,6 +60,7 @@ def compile_kernels(
         with tuning.compile_ahead(cores_of_rank()):
             rehearsal()
             synchronize(device)
+        loss()
         ended = True
     except Exception as error:
         if together or isinstance(error, LinrnnError) or ran_out_of_memory(error):
@@ -69,7 +76,6 @@ def compile_kernels(
 
 def rehearse_step(
     replica: Any,
-    loss: LossBackend,
     loader: BatchLoader,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
@@ -87,23 +93,31 @@ def rehearse_step(
     alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
     try:
         with torch.random.fork_rng(devices=devices), alone:
-            rehearse(replica, batch, precision, device, loss)
+            rehearse(replica, batch, precision, device)
     finally:
         optimizer.zero_grad()
 
 
-def rehearse(model: Any, batch: Batch, precision: str, device: torch.device, loss: LossBackend | None = None) -> None:
+def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> None:
     """One forward and backward pass. The model's buffers keep their values, even if it counts its steps in them.
 
-    Without a `rehearsable` loss the sum of all hidden states and of the head takes its place.
+    The sum of all hidden states and of the head takes the place of the loss.
     """
     with _kept_buffers(model):
-        inputs = loss_inputs(model, batch, precision, device)
-        if loss is None or not loss.rehearsable:
-            (inputs[0].sum() + inputs[1].sum()).backward()
-            return
-        with loss.rehearsal():
-            watched_loss(loss, *inputs).sum_nats.backward()
+        hidden, weight, _ = loss_inputs(model, batch, precision, device)
+        (hidden.sum() + weight.sum()).backward()
+
+
+def call_loss(loss: LossBackend, n_tokens: int, head: Tensor, precision: str) -> None:
+    """The loss and its gradients for zeros of a step's shapes, if that compiles its kernels on all cores.
+
+    Args:
+        head: (V, D), whose shape and device count.
+    """
+    if loss.compiles_ahead:
+        zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=head.device, requires_grad=True)
+        labels = torch.zeros(n_tokens, dtype=torch.int64, device=head.device)
+        loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
 
 
 @contextlib.contextmanager
