@@ -30,6 +30,7 @@ START = re.compile(r"^    start\(\"(\w+)\"\)", re.MULTILINE)
 FIXED = {
     "source .venv/bin/activate",
     "jupyter lab notebooks",
+    "sbatch --gpus=1 --time=60 --wrap python train.py model=gla size=1b3",
     "python -m http.server --directory site",
     "git clone URL linrnn && cd linrnn",
     "apt-get download linux-source-6.1",

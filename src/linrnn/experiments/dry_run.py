@@ -180,7 +180,8 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
     ]
     hours = [time * plan.total_steps * plan.world_size / 3600 for time in (fast, slow)]
     price = [time * config.gpu_price for time in hours] if config.gpu_price is not None else None
-    batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB))
+    unit = plan.world_size // config.parallel.data_ranks(plan.world_size)  # sequences that the ranks can share
+    batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
     basis = (
         "9 of 10 committed rows of H100 and H200 lie within it"
         if gpu.is_measured
@@ -193,7 +194,7 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
         + ("" if None in shares else f", MFU {shares[0]:.0%} to {shares[1]:.0%}"),
         f"  the whole run  {hours[0]:,.2f} to {hours[1]:,.2f} GPU-hours"
         + (f", price {price[0]:,.2f} to {price[1]:,.2f}" if price else "; gpu_price=PRICE of an hour gives its price"),
-        f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={batch}'}, without fragmentation",
+        f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={unit * batch}'}, without fragmentation",
         f"  the range of times is {off:.0%}: {basis}",
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
     ]

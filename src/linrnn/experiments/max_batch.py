@@ -169,12 +169,17 @@ def _foresee(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> 
     if not config.dry_run:
         raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
     gpu = [f"gpu={config.gpu}"] if config.gpu else []
-    plan = make_training_plan(load_config([*overrides, *gpu, "dry_run=true", "trainer.batch_size=1"]))
+    run: Config = load_config([*overrides, *gpu, "dry_run=true", f"trainer.batch_size={config.ranks}"])
+    check_parallel(run, config.ranks)
+    with as_first_of(config.ranks):
+        plan = make_training_plan(run)
     budget = config.memory_budget_gib * GIB
     budget = min(budget, costs.GPUS[config.gpu].memory_bytes) if config.gpu else budget
-    batch = largest_batch(plan, plan.architecture(vocabulary_size(plan.config.data)), budget)
+    unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
+    batch = largest_batch(plan, plan.architecture(vocabulary_size(run.data)), budget, unit)
     where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
-    say(f"estimated for {where} with {budget / GIB:.1f} GiB: {'unknown' if batch is None else f'{batch} sequences'}")
+    found = "unknown" if batch is None else f"{batch} sequences{' a rank' * (config.ranks > 1)}"
+    say(f"estimated for {where} with {budget / GIB:.1f} GiB: {found}")
     say("nothing was run or written")
     return Answer(batch or 0, None, batch, ())
 
