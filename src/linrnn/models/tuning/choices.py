@@ -107,9 +107,8 @@ class Choices(dict[tuple[Any, ...], Any]):
             _process.tuning_seconds += time.monotonic() - began
 
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or self._take_stored(
-            key
-        )  # at every launch: super() would take twice as long
+        # at every launch: super() would take twice as long
+        return dict.__contains__(self, key) or self._take_stored(key)
 
     def __setitem__(self, key: tuple[Any, ...], config: Any) -> None:
         if _process.rehearsed is None:
