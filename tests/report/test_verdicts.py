@@ -170,6 +170,8 @@ def test_losses_of_a_few_steps_are_not_compared() -> None:
         assert verdict.verdict == "not measured"
         assert "50 steps" in verdict.remark
     assert verdict_on(found, MEMORY).value is not None
+    enough = judged([run("compiled", steps=50), run("cce_kahan", steps=50, nats=7.0)])
+    assert verdict_on(enough, VALID_LOSS).value == pytest.approx(2.0)
 
 
 def test_times_of_a_few_steps_are_not_compared() -> None:
