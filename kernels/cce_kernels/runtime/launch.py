@@ -7,8 +7,8 @@ compiled kernel. A small problem's kernels run no longer than that takes. A quic
     any other launch                                         the compiled kernel is looked up by a short key of
                                                              everything that Triton specialises on
 
-If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. Within `through_triton` every
-launch is Triton's. A tape (program.py) hears of every launch of its thread.
+If launch hooks are set (profilers set them), Triton's own launch runs, which calls them. A tape (program.py) hears of
+every launch of its thread.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -56,8 +55,6 @@ class Quick:
     example. A Gluon kernel may list some of these options as its last parameters.
     """
 
-    all_through_triton: ClassVar[bool] = False
-
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
@@ -77,11 +74,6 @@ class Quick:
             REHEARSAL.launch(self.kernel, grid, args, options)
             return
         tape, active, hooked = RECORDING.tape, driver.active, _hooked()
-        if Quick.all_through_triton:
-            if tape is not None:
-                tape.add(None)
-            self.kernel[grid](*args, **options)
-            return
         device = active.get_current_device()
         exact = _exact([device, grid, *options.items()], args)
         call = self._repeated.get(exact)
@@ -131,23 +123,6 @@ def quick(kernel: Any) -> Any:
     return kernel if INTERPRETED else Quick(kernel)
 
 
-@contextmanager
-def through_triton() -> Iterator[None]:
-    """Within the context every launch of every thread is a call of Triton's `JITFunction.run`.
-
-    For a caller that replaces `JITFunction.run`, to compile kernels without running them. Outside of this context a
-    kernel that is compiled already would run all the same, on memory that no kernel has written.
-
-    Such a caller lets new memory hold zeros: the filter gathers rows by what a kernel has ranked, and torch would
-    refuse an index that is out of range.
-    """
-    before, Quick.all_through_triton = Quick.all_through_triton, True
-    try:
-        yield
-    finally:
-        Quick.all_through_triton = before
-
-
 def _hooked() -> bool:
     """Whether a launch hook of Triton's is set."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -155,8 +130,8 @@ def _hooked() -> bool:
 
 
 def watched() -> bool:
-    """Whether every launch has to go through Triton, because of hooks, `through_triton` or a rehearsal."""
-    return Quick.all_through_triton or _hooked() or REHEARSAL.device is not None
+    """Whether every launch has to go through Triton, because of hooks or a rehearsal."""
+    return _hooked() or REHEARSAL.device is not None
 
 
 def _exact(key: list[Any], args: tuple) -> tuple:

@@ -73,7 +73,9 @@ def test_a_call_compiles_nothing_after_its_rehearsal(case, compiled, monkeypatch
     rehearsed = list(compiled)
     run = jit.JITFunction.run
     monkeypatch.setattr(jit.JITFunction, "run", lambda *args, **options: run(*args, **options | {"warmup": True}))
-    monkeypatch.setattr(launch.Quick, "all_through_triton", True)
+    monkeypatch.setattr(
+        launch.Quick, "_launch", lambda self, grid, *args, **options: self.kernel[grid](*args, **options)
+    )
     monkeypatch.setattr(tiles, "target", lambda capability: ABSENT)
     monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
     with Zeroed():  # nothing runs that would write indices
@@ -172,7 +174,8 @@ def test_the_first_call_of_a_kind_is_rehearsed(rehearsed, monkeypatch):
     ahead.compile_kernels(None, inputs(500), CALL._replace(with_metrics=True))
     assert rehearsed == [500, 700, 500, 500]
     ahead.compile_kernels(None, inputs(9), CALL._replace(place=()))  # of several ranks
-    with launch.through_triton():
+    with monkeypatch.context() as hooked:
+        hooked.setattr(launch, "_hooked", lambda: True)
         ahead.compile_kernels(None, inputs(9), CALL)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     ahead.compile_kernels(None, inputs(9), CALL)

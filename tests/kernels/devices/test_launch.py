@@ -147,25 +147,6 @@ def test_an_argument_of_unknown_kind_is_refused(quick):
         call(quick[0], **PLAIN | {"x": "text"})
 
 
-def test_within_through_triton_every_launch_is_triton_s(quick, monkeypatch):
-    """As in a rehearsal, which compiles kernels and runs none: not even those that were launched before."""
-    quick, compiled = quick
-    arguments = torch.zeros(16), torch.zeros(16), 3, 4, 0.5, 16
-    for _ in range(3):
-        quick[(1,)](*arguments)
-    before = [len(one.launches) for one in compiled]
-    asked = []
-    with monkeypatch.context() as replaced, launch.through_triton():
-        replaced.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: asked.append(args))
-        quick[(1,)](*arguments)
-        quick[(1,)](*arguments)
-    assert len(asked) == 2
-    assert [len(one.launches) for one in compiled] == before
-    quick[(1,)](*arguments)
-    assert len(asked) == 2
-    assert sum(len(one.launches) for one in compiled) == sum(before) + 1
-
-
 # -------------------------------------------------------------------------------------------------- repeated launches
 class Launcher:
     """A stand-in for Triton's launcher of 3.6 or 3.7, around a driver that records what it gets."""
