@@ -94,7 +94,8 @@ def _without_unused_packages() -> Iterator[None]:
 
     FLA's models use none of them. What transformers asks meanwhile, it takes as not installed from then on.
     """
-    hidden = [name for name in UNUSED if name not in sys.modules]
+    asked = "transformers" in sys.modules  # then it has found them, and imports them
+    hidden = [name for name in UNUSED if name not in sys.modules and not asked]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # Python's way to refuse an import
     try:
