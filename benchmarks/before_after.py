@@ -12,7 +12,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "metrics": {"return_metrics": True},
 }  # fmt: skip
 SEED = 0
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -98,7 +99,7 @@ def launches_alone() -> AbstractContextManager[Any]:
 
 
 def measure(config: BenchConfig, before: ModuleType, device: torch.device, run: str) -> Iterator[list[Row]]:
-    versions = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
+    versions: dict[str, tuple[ModuleType, Context]] = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
     if config.plain:
         versions[PLAIN] = (cce_kernels, launches_alone)
     shuffled = random.Random(SEED).sample
@@ -124,7 +125,7 @@ def measure(config: BenchConfig, before: ModuleType, device: torch.device, run: 
         common.free(device)
 
 
-def call(of: ModuleType, context: Any, problem: Problem, options: str) -> torch.Tensor:
+def call(of: ModuleType, context: Context, problem: Problem, options: str) -> torch.Tensor:
     problem.clear_gradients()
     with context():
         found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, problem.labels_N, **OPTIONS[options])
