@@ -3,6 +3,7 @@
 flame (github.com/fla-org/flame) trains FLA's models on torchtitan. Every loss is one run of `flame.train` with the same
 seed, texts and tokenizer, so that the runs differ by the loss alone. Python's own library serves as text, because every
 machine has it. flame needs torchtitan 0.1, torchdata and datasets 3.6, and `flame` names a clone of its repository.
+FLA's kernels take the choices that linrnn stores for this GPU.
 """
 
 import json
@@ -39,7 +40,14 @@ register_in_fla()
 print("{CHECK}", is_registered_in_fla())
 runpy.run_module("flame.train", run_name="__main__", alter_sys=True)
 """
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m"]  # as flame's train.sh, on one GPU
+START = "flame_start"  # FLA alone would first tune its kernels, for more than seven minutes in every run
+START_SOURCE = """import runpy, sys
+import fla.models
+from linrnn.models import tuning
+tuning.use("first")
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", START]  # as flame's train.sh, on one GPU
 # Which module is started, and whether FLA's fused loss is on: off in all of flame's own configurations.
 LOSSES = {"fla": ("flame.train", True), "cce_kahan": (SWITCH, True), "fla_logits": ("flame.train", False)}
 
@@ -55,8 +63,8 @@ class BenchConfig(common.Keys):
     lr: float = option(1e-3, "the highest learning rate")
     batch_size: int = option(16, "sequences of a step", minimum=1)
     seq_len: int = option(512, "tokens of a sequence", minimum=16)
-    hidden_size: int = option(128, "of GLA, which has 4 heads", minimum=64)
-    layers: int = option(6, "blocks of GLA", minimum=1)
+    hidden_size: int = option(256, "of GLA, which has 4 heads", minimum=64)
+    layers: int = option(2, "blocks of GLA", minimum=1)
     vocab_size: int = option(32000, "entries of the tokenizer, which learns them from the texts", minimum=300)
     texts: str | None = option(
         None, f"a folder with texts ({' '.join(SUFFIXES)}); null: Python's own library", path="read"
@@ -114,13 +122,14 @@ def prepare(config: BenchConfig, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "tokenizer")
     model = {
         "model_type": "gla", "hidden_size": config.hidden_size, "num_hidden_layers": config.layers, "num_heads": 4,
-        "expand_k": 0.5, "expand_v": 1, "vocab_size": config.vocab_size, "tie_word_embeddings": False,
+        "expand_k": 1, "expand_v": 2, "vocab_size": config.vocab_size, "tie_word_embeddings": False,
         "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
     }  # fmt: skip
     for fused in (False, True):
         switches = {"fuse_cross_entropy": not fused, "fuse_linear_cross_entropy": fused}
         write_text(folder / f"gla_{'fused' if fused else 'logits'}.json", json.dumps({**model, **switches}))
     write_text(folder / f"{SWITCH}.py", SWITCH_SOURCE)
+    write_text(folder / f"{START}.py", START_SOURCE)
 
 
 def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> Path:
