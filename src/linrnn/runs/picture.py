@@ -33,6 +33,7 @@ def draw_progress(records: Sequence[Mapping[str, Any]], title: str, path: Path) 
     speeds.set_ylim(bottom=0)
     for axes, what in ((losses, "loss, nats"), (speeds, "tokens/s")):
         axes.set(xlabel="step", title=what)
+        axes.locator_params(axis="x", integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=100)
