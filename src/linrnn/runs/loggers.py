@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl (always), wandb (a mirror), the console and train.log (for people)."""
+"""Where a run's figures go: metrics.jsonl (always), wandb and TensorBoard (mirrors), console and train.log."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a run writes about itself: the console and train.log, metrics.jsonl, wandb, environment.json, summary.json.
+"""What a run writes about itself: console, train.log, metrics.jsonl, wandb, TensorBoard, environment, summary, picture.
 
 Only the first rank writes. All ranks measure speed and memory.
 """
