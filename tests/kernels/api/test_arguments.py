@@ -178,7 +178,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "kind", "name", "value"), OTHERS, ids=str)
+@pytest.mark.parametrize(("function", "kind", "name", "value"), OTHERS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_other_functions_refuse_wrong_arguments_by_name(function, kind, name, value):
     with pytest.raises(kind, match=f"^{name}: "):
         function(**{"e": E, "c": C, "targets": T, name: value})
