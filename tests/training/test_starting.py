@@ -60,6 +60,7 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(
     assert summary_of(third)["continues"]["tokens"] == expected["tokens"] + 4 * 4 * 80, "all tokens behind the weights"
 
 
+@pytest.fixture(scope="module")
 def run(small_of_module: Small) -> str:
     """The directory of a finished run."""
     return str(fitted(small_of_module()).directory.path)

@@ -307,7 +307,7 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
     )
     names = {name.rstrip("/") for cell in listed for name in re.findall(r"`([^`]+)`", cell)}
     written = {path.name for path in trainer.directory.path.iterdir()}
-    of_options = {"tokenizer.json", "tokenizer_config.json", "trace.json.gz", "memory_snapshot.pickle"}
+    of_options = {"tokenizer.json", "tokenizer_config.json", "trace.json.gz", "memory_snapshot.pickle", "tensorboard"}
     assert names == written | of_options
 
 
