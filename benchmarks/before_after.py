@@ -50,7 +50,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 class BenchConfig(common.Keys):
     """Keys of the command line."""
 
-    before: str = option("before", "another checkout, or what it is made of: a folder with kernels/cce_kernels")
+    before: str = option("before", "another checkout of this repository")
     shapes: list[str] = option(["llama_1b3", "mve", "2048x2048x32000"], "NxDxV, or names of benchmarks/loss.py's")
     options: list[str] = option(["exact", "256 MiB", "filter"], f"of {', '.join(OPTIONS)}")
     logits: str = option("peaked", " | ".join(KINDS), choices=KINDS)
