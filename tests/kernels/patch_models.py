@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from linrnn.models import cpu_ops
-from linrnn.models.attention import install_sdpa
+from linrnn.models.attention import with_sdpa
 
 VOCAB = 96
 DENSE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,12 +61,12 @@ def build_hf(name: str, kind: str | None = None, **options: Any) -> Any:
 
 def build_fla(name: str, **options: Any) -> Any:
     cpu_ops.install()
-    install_sdpa()
     models = importlib.import_module("fla.models")
     shared = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
     # FLA's own fused losses are Triton kernels.
     config = getattr(models, f"{name}Config")(**{**shared, "fuse_cross_entropy": False, **MIXERS[name], **options})
-    return initialised(lambda: getattr(models, f"{name}ForCausalLM")(config))
+    kind = with_sdpa(getattr(models, f"{name}ForCausalLM"))
+    return initialised(lambda: kind(config))
 
 
 def initialised(build: Callable[[], Any]) -> Any:

@@ -41,15 +41,14 @@ def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, 
     """Built on torch's meta device, so that the largest model needs no memory."""
     import torch
 
-    from linrnn.models.attention import install_sdpa
+    from linrnn.models.attention import with_sdpa
     from linrnn.models.build import fla_config
     from linrnn.models.fla_import import fla_classes
 
-    install_sdpa()
     for tied in (True, False):
         arch = dataclasses.replace(architecture(model, size), tie_embeddings=tied)
         with torch.device("meta"):
-            hf = fla_classes(model)[0](fla_config(dataclasses.replace(arch, num_layers=2)))
+            hf = with_sdpa(fla_classes(model)[0])(fla_config(dataclasses.replace(arch, num_layers=2)))
         hf.tie_weights()
         layer = hf.model.layers[0]
 

@@ -230,6 +230,18 @@ def test_a_window_hides_earlier_keys() -> None:
     torch.testing.assert_close(last, expected[:, -1:])
 
 
+def test_fla_s_own_attention_stays_as_it_is() -> None:
+    from fla.layers import attn
+
+    before = attn.__dict__.get("flash_attn_func"), attn.Attention.forward
+    network = build_model(architecture("gla", "model.attention_every=2"), device="cpu")
+    assert isinstance(network.mixers[1], attn.Attention)
+    assert (attn.__dict__.get("flash_attn_func"), attn.Attention.forward) == before
+    if before[0] is None:
+        with pytest.raises(ImportError, match="flash-attn"):
+            attn.Attention(64, 2)
+
+
 # ---------------------------------------------------------------------------------------------------------- running
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_cpu_form_is_causal_and_keeps_documents_apart(name: str) -> None:

@@ -1,15 +1,20 @@
 """Causal attention for FLA's `Attention` layer through torch's scaled_dot_product_attention, on CPU and GPU.
 
-FLA calls the flash_attn package, which few machines have. The two functions below have its signatures. They replace
-flash_attn even where it is installed, so that results do not depend on it.
+FLA calls the flash_attn package, which few machines have. The two functions below have its signatures. They are used
+even where it is installed, so that results do not depend on it.
 """
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.fla_import import import_fla
+from linrnn.models.fla_import import calling, import_fla
 
 
 def flash_attn_func(
@@ -61,8 +66,23 @@ def flash_attn_varlen_func(
     return torch.cat(outputs)
 
 
-def install_sdpa() -> None:
-    """Put both functions where FLA's Attention looks them up. Calling it again changes nothing."""
-    module = import_fla("fla.layers.attn")
-    module.flash_attn_func = flash_attn_func
-    module.flash_attn_varlen_func = torch.compiler.disable(flash_attn_varlen_func)  # imports torch's compiler
+@functools.cache
+def with_sdpa(causal_lm: Any) -> Any:
+    """FLA's class of a causal language model, whose `Attention` layers call the two functions. FLA's own stays."""
+    of_flash_attn = {
+        "flash_attn_func": flash_attn_func,
+        "flash_attn_varlen_func": torch.compiler.disable(flash_attn_varlen_func),  # imports torch's compiler
+    }
+    layer = _subclass(import_fla("fla.layers.attn").Attention, of_flash_attn, "__init__", "forward")
+    of_hybrids = import_fla("fla.models.modeling_utils").get_attention
+    names = {"Attention": layer, "get_attention": calling(of_hybrids, {"Attention": layer})}
+    for name, kind in vars(sys.modules[causal_lm.__module__]).items():  # blocks come before the models that hold them
+        if isinstance(kind, type) and kind.__module__ == causal_lm.__module__ and "__init__" in vars(kind):
+            names[name] = _subclass(kind, names, "__init__")
+    return names[causal_lm.__name__]
+
+
+def _subclass(kind: Any, names: dict[str, Callable[..., Any]], *methods: str) -> Any:
+    """A class of FLA's whose `methods` find `names` instead of what has these names in FLA's module."""
+    members = {method: calling(vars(kind)[method], names) for method in methods}
+    return type(kind.__name__, (kind,), members | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})

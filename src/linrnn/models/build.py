@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
+from linrnn.models.attention import with_sdpa
 from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
 from linrnn.models.fla_import import fla_classes
@@ -210,7 +211,7 @@ def fla_model(arch: Architecture) -> Any:
     if isinstance(arch, FlaArchitecture):
         return build_hf(arch.fla, arch.settings, "meta")
     with torch.device("meta"):
-        hf = fla_classes(arch.model)[0](fla_config(arch))
+        hf = with_sdpa(fla_classes(arch.model)[0])(fla_config(arch))
         if arch.shared_projection_rank is not None:
             for block in backbone_of(hf).layers:
                 share_projections(block, arch.shared_projection_rank)

@@ -17,7 +17,7 @@ from torch import nn
 
 from linrnn.config.schema import FlaModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line
-from linrnn.models.attention import install_sdpa
+from linrnn.models.attention import with_sdpa
 from linrnn.models.decay import layer_matrices
 from linrnn.models.facts import Architecture, bare_architecture, facts_of
 from linrnn.models.fla_import import fla_classes
@@ -221,10 +221,9 @@ def _built(name: str, settings: str, size: str) -> FlaArchitecture:
 def build_hf(name: str, settings: str, device: str) -> Any:
     """FLA's causal language model, initialised as FLA does."""
     model_class, config_class = fla_classes(name)
-    install_sdpa()
     try:
         with torch.device(device):
-            return model_class(config_class(**json.loads(settings)))
+            return with_sdpa(model_class)(config_class(**json.loads(settings)))
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:
         raise ConfigError(
             f"model.config={name}: FLA cannot build it with these dimensions ({first_line(error)})",

@@ -20,6 +20,7 @@ from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
+from linrnn.models.attention import with_sdpa
 from linrnn.models.build import WHOLE, Part, keep
 from linrnn.models.facts import facts_of
 from linrnn.models.fla_any import FlaArchitecture
@@ -93,8 +94,9 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
     """
     check_checksums(directory)
     settings = _settings(directory, str(directory))
-    model_class, config_class = _classes(directory, settings)
+    fla_class, config_class = _classes(directory, settings)
     cpu_ops.prepare(settings["model_type"], device)
+    model_class = with_sdpa(fla_class)
     from transformers import GenerationConfig
 
     try:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.attention import install_sdpa
 from linrnn.models.cpu_ops import layers
 from linrnn.models.facts import FACTS, Replacements, facts_of
 from linrnn.models.fla_import import import_fla
@@ -56,17 +55,16 @@ def check_model(model: str) -> None:
 
 
 def prepare(model: str, device: torch.device) -> None:
-    """Give FLA what `device` needs for a model: attention of torch, and on a CPU the functions of this package.
+    """On a CPU, give FLA what a model needs: the functions of this package.
 
     Raises:
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
-    if device.type == "cpu":
-        check_model(model)
+    if device.type != "cpu":
+        return
+    check_model(model)
     # torch's compiler takes seconds to import, and no function that FLA decorates with it runs on a CPU
     with contextlib.nullcontext() if torch.cuda.is_available() else patch.object(torch, "compile", _uncompiled):
-        install_sdpa()
-    if device.type == "cpu":
         install()
 
 
