@@ -28,6 +28,7 @@ TABLES = tuple(
     for name in (
         "summaries",
         "bench_before_after",
+        "bench_flame",
         "bench_loss",
         "bench_models",
         "bench_parallel",
