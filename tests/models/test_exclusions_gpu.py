@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from linrnn.core.errors import first_line
@@ -22,7 +23,11 @@ BATCH, LENGTH, HEADS, LAUNCHES = 8, 2048, 3, 200
 WIDEST_TILE = 128  # columns, on Hopper
 ROUNDING = 2e-2
 AT_ONCE = 8  # processes
-pytestmark = pytest.mark.gpu
+triton = pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(Version(triton.__version__) < Version("3.7.1"), reason="FLA refuses this kernel before 3.7.1"),
+]
 
 
 class Case(NamedTuple):
@@ -48,8 +53,6 @@ CASES = [
 
 def distance(case: Case) -> float:
     """The largest relative error of a gradient against that of two warps and two stages, after many launches."""
-    import triton
-
     module = import_fla("fla.ops.common.chunk_o")
     kernel = module.chunk_bwd_kernel_dqkwg.fn
     torch.manual_seed(0)

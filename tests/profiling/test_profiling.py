@@ -342,7 +342,8 @@ def test_cuda_events_time_the_device_without_waiting_for_it():
         statistics.median(lap[name] for lap in clock.seconds) for name in ("step", "loss/forward", "loss/backward")
     )
     assert queued < 4 * step  # the host was ahead of the device
-    assert 0.5 * step < forward + backward < step
+    assert all(lap["loss/forward"] + lap["loss/backward"] < lap["step"] for lap in clock.seconds)
+    assert 0.5 * step < forward + backward
     assert backward > forward / 2
 
 
