@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ import huggingface_hub
 import pytest
 import small_disk
 import torch
+import torch.nn.functional as F
 import transformers
 from forked import run_script, start
 
@@ -30,6 +32,7 @@ from linrnn.inference.load import load_trained
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 NOT_PERMITTED = 77
 CPU = torch.device("cpu")
 TWO = torch.tensor([2])
@@ -339,6 +342,33 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     with pytest.raises(ConfigError, match="holds a gpt2"):
         load_trained(str(out), CPU)
     (out / "config.json").write_text(json.dumps(settings))
+
+
+def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(
+    small: Small, tmp_path: Path, command: Command, data_cache: Path
+) -> None:
+    """Whatever z_loss and label_smoothing add in training. Samples are drawn from capped logits, too."""
+    keys = ["loss.softcap=0.5", "loss.z_loss=0.5", "loss.label_smoothing=0.3"]
+    trainer = trained(small("loss=standard", "trainer.max_steps=3", "optimizer.lr=0.02", *keys))
+    run, (batch, *_) = load_trained(str(trainer.directory.path), CPU), trainer._valid_batches
+    capped = logits(run.model, batch.input_ids)
+    assert torch.equal(capped, logits(trainer.model.hf, batch.input_ids))
+    assert 0.4 < capped.abs().max() <= 0.5
+    nats = n_tokens = 0
+    for batch in trainer._valid_batches:
+        rows = logits(run.model, batch.input_ids).flatten(0, 1)
+        nats += F.cross_entropy(rows, batch.labels.flatten(), reduction="sum").item()
+        n_tokens += batch.n_tokens
+    summary = trainer.directory.read_summary()
+    assert summary is not None
+    assert nats / n_tokens == pytest.approx(summary["valid_loss_nats"])
+    assert summary["train_loss_nats"] > summary["valid_loss_nats"] + 0.5 * math.log(512) ** 2 / 2
+    assert "loss.softcap=0.5" in summary["training"], "a report compares it with no run of another objective"
+    checkpoint, cache = f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"
+    done = command("scripts/evaluate.py", checkpoint, cache, "loss=cce_kahan", "max_tokens=400")
+    assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout, done.stderr
+    with pytest.raises(UnsupportedError, match=r"loss\.softcap=0\.5, which FLA's configuration cannot express"):
+        export(run, tmp_path / "out")
 
 
 def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small: Small, tmp_path: Path) -> None:

@@ -13,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.other_losses import OTHER_LOSSES
+from linrnn.config import load_config
 from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, loss_names
+from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, check_objective, loss_names
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.losses.torch_native import TorchNativeLossConfig
+from linrnn.training.plan import make_plan
 
 CPU = torch.device("cpu")
+APPLE_ON_CPU = "cce_apple-torch_compile"
 CONFIGS: dict[str, LossConfig] = {
     "standard": LossConfig("standard"),
     "compiled": LossConfig("compiled"),
@@ -45,10 +48,11 @@ CONFIGS: dict[str, LossConfig] = {
         filter_if_faster=False,
     ),
     "cce_apple": CceAppleLossConfig("cce_apple", variant="cce"),
-    "cce_apple-torch_compile": CceAppleLossConfig("cce_apple", variant="torch_compile"),
+    APPLE_ON_CPU: CceAppleLossConfig("cce_apple", variant="torch_compile"),
 }
 GPU_ONLY = ("liger", "liger-fp32", "fla", "fla-on-logits", "cce_apple")
 ON_CPU = tuple(name for name in CONFIGS if name not in GPU_ONLY)
+ALL_THREE = {"z_loss": 0.05, "softcap": 3.0, "label_smoothing": 0.1}
 DTYPES = (torch.float32, torch.bfloat16)
 # Only this pair has an inaccurate loss: torch sums it in bf16.
 BF16_LOSS = ("torch_native-sum", torch.bfloat16)
@@ -91,7 +95,10 @@ def run(name: str, case: Case, hidden: Tensor | None = None) -> tuple[LossOutput
     return output, h.grad if hidden is None else hidden.grad, w.grad
 
 
-def truth(case: Case, filter_eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+Truth = tuple[Tensor, Tensor, Tensor]
+
+
+def truth(case: Case, filter_eps: float = 0.0) -> Truth:
     """fp64 loss and gradients of the (already rounded) inputs; softmax below `filter_eps` counts as 0."""
     h, w, kept = case.hidden.double(), case.weight.double(), case.labels >= 0
     logits = h @ w.T
@@ -101,6 +108,17 @@ def truth(case: Case, filter_eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     grad_logits[rows, case.labels[rows]] = logits.softmax(dim=-1)[rows, case.labels[rows]] - 1
     grad_logits *= case.scale * kept[:, None]
     return F.cross_entropy(logits, case.labels, reduction="sum"), grad_logits @ w, grad_logits.T @ h
+
+
+def true_objective(case: Case, z_loss: float = 0, softcap: float | None = None, label_smoothing: float = 0) -> Truth:
+    """fp64 loss and gradients, written from the formula of each option."""
+    h, w = (tensor.double().requires_grad_() for tensor in (case.hidden, case.weight))
+    logits, labels = (h @ w.T)[case.labels >= 0], case.labels[case.labels >= 0, None]
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    lse = logits.exp().sum(dim=1).log()
+    expected = (1 - label_smoothing) * logits.gather(1, labels)[:, 0] + label_smoothing * logits.mean(dim=1)
+    loss = (lse - expected + z_loss * lse**2).sum()
+    return loss.detach(), *torch.autograd.grad(loss * case.scale, (h, w))
 
 
 def error(got: Tensor, true: Tensor) -> float:
@@ -164,6 +182,51 @@ def test_loss_and_gradients_match_fp64_as_well_as_eager_torch_does(name, dtype, 
     # Sums over chunks in bf16 (Liger's default, torch's, Apple's locks) and Apple's filter cost accuracy.
     rough = {"liger": 4.0, "torch_native": 6.0, "cce_apple": 20.0} if device == "cuda" and dtype == DTYPES[1] else {}
     assert_matches_truth(name, case, rough.get(name, 2.0))
+
+
+@pytest.mark.parametrize("name", ["standard", "compiled", "cce_kahan", "cce_kahan-fp32", "cce_filter", APPLE_ON_CPU])
+def test_z_loss_softcap_and_label_smoothing_match_fp64(name):
+    """All three that a backend has at once: leaving one out moves the loss by a per cent or more."""
+    available(name, CPU)
+    config, case = CONFIGS[name], make_case(torch.float32)
+    keys = {key: value for key, value in ALL_THREE.items() if key not in build_loss(config, device=CPU).lacks(config)}
+    config = replace(config, **keys, **({"filter_if_faster": True} if name == "cce_filter" else {}))
+    loss, grad_h, grad_w = true_objective(case, **keys)
+    hidden, weight = case.leaves()
+    output = build_loss(config, device=CPU)(hidden, weight, case.labels)
+    (output.sum_nats * case.scale).backward()
+    assert error(output.sum_nats, loss) < 1e-6
+    assert error(hidden.grad, grad_h) < 2e-6
+    assert error(weight.grad, grad_w) < 2e-6
+    with torch.no_grad():
+        plain = build_loss(config.plain(), device=CPU)(case.hidden, case.weight, case.labels)
+    assert error(plain.sum_nats, true_objective(case, softcap=keys.get("softcap"))[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("fla", {"z_loss"}),
+        ("fla-on-logits", set()),
+        ("liger", set()),
+        ("torch_native", {"z_loss", "softcap", "label_smoothing"}),
+        ("cce_filter", {"label_smoothing"}),
+        ("cce_apple", {"z_loss", "label_smoothing"}),
+        ("cce_kahan", set()),
+        ("compiled", set()),
+    ],
+)
+def test_what_a_backend_cannot_compute_is_refused_with_those_that_can(name, lacks):
+    for key, value in ALL_THREE.items():
+        config = replace(CONFIGS[name], **{key: value})
+        if key not in lacks:
+            check_objective(config)
+            continue
+        with pytest.raises(UnsupportedError, match=rf"loss\.{key}={value:g}: ") as refusal:
+            check_loss(config, torch.device("cuda"))
+        assert "loss=cce_kahan or loss=standard" in refusal.value.remedy
+        with pytest.raises(UnsupportedError, match=rf"loss\.{key}={value:g}: "):  # in a forecast for a GPU, too
+            make_plan(load_config([f"loss={config.name}", f"loss.{key}={value}", "dry_run=true", "gpu=h100"]))
 
 
 def test_torch_native_sum_has_exact_gradients_but_a_bf16_loss():

@@ -28,10 +28,11 @@ def evaluate(config: EvaluateConfig) -> None:
         batch_size=config.batch_size or trained.trainer.batch_size,
         seq_len=config.seq_len or trained.trainer.seq_len,
     )
+    loss = (config.loss or trained.loss).plain()
     here = dataclasses.replace(
         trained,
         data=data_for(trained.data, config.data, directory_of_tokenizer(directory)),
-        loss=config.loss or trained.loss,
+        loss=dataclasses.replace(loss, softcap=loss.softcap or trained.loss.softcap),
         trainer=trainer,
         device=config.device,
     )

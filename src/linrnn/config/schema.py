@@ -8,7 +8,7 @@ of model, size and data their values. They repeat no default.
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -156,9 +156,36 @@ class SizeConfig:
 # ------------------------------------------------------------------------------------------------------------ loss
 @dataclass
 class LossConfig:
-    """A loss backend. Its file adds the backend's options in a subclass."""
+    """A loss backend, and what it minimises. Its file adds the backend's options in a subclass.
+
+    A backend that cannot compute one of the three says so before anything is built
+    (`linrnn.losses.base.LossBackend.lacks`).
+    """
 
     name: str = plain_name()
+    _: KW_ONLY
+    z_loss: float = option(
+        0.0, "adds z_loss · LSE² of its logits to a token's training loss (often 1e-4); not to validation", minimum=0
+    )
+    softcap: float | None = option(
+        None,
+        "logits become softcap · tanh(logits / softcap): in training, validation and samples; null: as they are",
+        minimum=0,
+    )
+    label_smoothing: float = option(
+        0.0,
+        "share of a label that is spread over the vocabulary, in training; validation has none",
+        minimum=0,
+        maximum=1,
+    )
+
+    def __post_init__(self) -> None:
+        if self.softcap == 0:
+            raise ConfigError("loss.softcap=0 makes all logits equal", "use 30, say, or null for none")
+
+    def plain(self) -> "LossConfig":
+        """The loss of validations: the cross-entropy of the same logits, so that curves of all objectives compare."""
+        return dataclasses.replace(self, z_loss=0.0, label_smoothing=0.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ data

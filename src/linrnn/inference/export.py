@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 
 from linrnn.config import overrides_of, to_yaml
-from linrnn.config.schema import ProjectedModelConfig
 from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError, first_line
 from linrnn.core.files import read_object
@@ -61,19 +60,19 @@ def export(trained: Trained, output: Path) -> None:
 
     Raises:
         ConfigError: `trained` is not from a run, or `output` exists already.
-        UnsupportedError: its projections are shared.
+        UnsupportedError: its projections are shared, or its logits are capped.
         StorageError: `output` cannot be written.
         DataError: the written model differs from `trained`.
     """
     if trained.config is None:
         raise ConfigError(f"{trained.source} is a Hugging Face directory already", "name a run or a checkpoint")
-    model = trained.config.model
-    if isinstance(model, ProjectedModelConfig) and model.shared_projection_rank is not None:
-        raise UnsupportedError(
-            f"{trained.source} has model.shared_projection_rank={model.shared_projection_rank}, which FLA's "
-            "configuration cannot express",
-            "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
-        )
+    rank, softcap = getattr(trained.config.model, "shared_projection_rank", None), trained.config.loss.softcap
+    for key, value in (("model.shared_projection_rank", rank), ("loss.softcap", softcap)):
+        if value is not None:
+            raise UnsupportedError(
+                f"{trained.source} has {key}={value:g}, which FLA's configuration cannot express",
+                "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
+            )
     check_output(output)
     partial = output.with_name(f".{output.name}.partial")
     try:

@@ -64,6 +64,7 @@ def load_trained(source: str | Path, device: torch.device | str = "auto") -> Tra
 def _from_run(directory: Path, device: torch.device) -> Trained:
     config = read_config(directory / "config.yaml")
     model = build(directory, config, device)
+    model.set_softcap(config.loss.softcap)
     tokenizer = _tokenizer_in(directory.parent.parent)
     generated = isinstance(config.data, MarkovDataConfig)
     eos_id = END if generated else tokenizer.eos_id if tokenizer else None

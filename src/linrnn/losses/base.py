@@ -7,6 +7,7 @@ command line are reported before torch is imported.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100
+OBJECTIVE = ("z_loss", "softcap", "label_smoothing")  # keys of every loss that change what is minimised
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,22 @@ class LossBackend(ABC):
         A backend without its own check runs wherever torch does.
         """
 
+    @classmethod
+    def lacks(cls, config: LossConfig) -> Mapping[str, str]:
+        """The keys of :data:`OBJECTIVE` that this backend cannot compute with `config`, each with the reason.
+
+        A backend that does not define it computes plain cross-entropy alone.
+        """
+        return dict.fromkeys(OBJECTIVE, "it computes plain cross-entropy alone")
+
     @abstractmethod
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss (a scalar, any floating dtype) and the statistics."""
+
+    @property
+    def objective(self) -> dict[str, float]:
+        """The values of :data:`OBJECTIVE` that are not the default, which is plain cross-entropy."""
+        return {key: value for key in OBJECTIVE if (value := getattr(self.config, key))}
 
     @property
     def compiles_ahead(self) -> bool:

@@ -138,7 +138,10 @@ def _planned(
 
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
     problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
-    options = Options(accumulate=loss.accumulate, workspace_mib=loss.workspace_mib)
+    options = Options(
+        accumulate=loss.accumulate, workspace_mib=loss.workspace_mib,
+        z_loss=loss.z_loss, softcap=loss.softcap, label_smoothing=loss.label_smoothing,
+    )  # fmt: skip
     if isinstance(loss, CceFilterLossConfig) and filters(loss):
         options = replace(
             options, filter_eps=loss.filter_eps, filter_unbiased=loss.filter_unbiased, filter_c=loss.filter_c,
@@ -203,6 +206,7 @@ class CceKahan(LossBackend):
             "reduction": "sum",
             "accumulate": config.accumulate,
             "workspace_mib": config.workspace_mib,
+            **self.objective,
         }
         self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
         self._spread = False
@@ -221,6 +225,10 @@ class CceKahan(LossBackend):
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         require_own_kernels(device, f"loss={config.name}")
+
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return {}
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N), {}
@@ -272,6 +280,10 @@ class CceFilter(CceKahan):
             raise ConfigError(
                 f"loss.filter_mass={config.filter_mass:g} is not below 1", "use null to let any mass be dropped"
             )
+
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return {"label_smoothing": "smoothing gives every entry a gradient, and a filter leaves small ones out"}
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(

@@ -101,6 +101,10 @@ class CceApple(LossBackend):
         if dtype not in (None, torch.bfloat16, torch.float16):
             raise _no_fp32(what)
 
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return dict.fromkeys(("z_loss", "label_smoothing"), "cut_cross_entropy has no such argument")
+
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
 
@@ -115,6 +119,7 @@ class CceApple(LossBackend):
             weight_VD,
             labels_N,
             ignore_index=IGNORE_INDEX,
+            softcap=self.config.softcap,
             reduction="sum",
             impl=self.config.variant,
         )

@@ -65,10 +65,13 @@ class Fla(LossBackend):
         super().__init__(config, device)
         modules = import_fla("fla.modules")
         self._on_logits = not config.fuse_linear
+        options = {"label_smoothing": config.label_smoothing, "logit_softcapping": config.softcap}
         self._loss = (
-            modules.FusedLinearCrossEntropyLoss(IGNORE_INDEX, num_chunks=config.num_chunks, reduction="sum")
+            modules.FusedLinearCrossEntropyLoss(IGNORE_INDEX, num_chunks=config.num_chunks, reduction="sum", **options)
             if config.fuse_linear
-            else modules.FusedCrossEntropyLoss(IGNORE_INDEX, reduction="sum", inplace_backward=True)
+            else modules.FusedCrossEntropyLoss(
+                IGNORE_INDEX, reduction="sum", inplace_backward=True, lse_square_scale=config.z_loss, **options
+            )
         )
 
     @classmethod
@@ -80,6 +83,11 @@ class Fla(LossBackend):
         require_package(
             "fla.modules", "flash-linear-attention", "loss=fla", "flash-linear-attention==0.6.0", import_fla
         )
+
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        assert isinstance(config, FlaLossConfig)
+        return {"z_loss": "FLA's fused loss has none; loss.fuse_linear=false has it"} if config.fuse_linear else {}
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if self._on_logits:

@@ -67,6 +67,9 @@ class Liger(LossBackend):
             ignore_index=IGNORE_INDEX,
             reduction="sum",
             accum_dtype={"native": None, "fp32": torch.float32}[config.accumulate],
+            lse_square_scale=config.z_loss,
+            softcap=config.softcap,
+            label_smoothing=config.label_smoothing,
         )
 
     @classmethod
@@ -74,6 +77,10 @@ class Liger(LossBackend):
         require_cuda(device, "loss=liger", "choose loss=cce_kahan, which has a CPU path")
         require_triton("loss=liger")
         require_package("liger_kernel.transformers", "liger-kernel", "loss=liger", "liger-kernel==0.8.5")
+
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return {}
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch

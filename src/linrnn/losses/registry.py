@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from linrnn.config.compose import offer
-from linrnn.config.schema import LossConfig
+from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses.base import LossBackend
 from linrnn.losses.formulas import LossFormulas
@@ -64,8 +64,25 @@ def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | No
     Raises:
         ConfigError: the name is unknown. The error offers the nearest names.
         UnsupportedError: this hardware or these versions cannot run it. The error says what to install or choose.
+            Also as :func:`check_objective`.
     """
+    check_objective(config)
     _find(config.name).check(config, device, dtype)
+
+
+def check_objective(config: LossConfig) -> None:
+    """Reject a loss that cannot compute its z_loss, softcap or label_smoothing, on whatever machine.
+
+    Raises:
+        UnsupportedError: it cannot. The error names losses that compute all three.
+    """
+    for key, why in _find(config.name).lacks(config).items():
+        if value := getattr(config, key):
+            able = [name for name, backend in _BACKENDS.items() if not backend.lacks(SCHEMAS["loss"][name](name))]
+            raise UnsupportedError(
+                f"loss={config.name} loss.{key}={value:g}: {why}",
+                f"choose loss={' or loss='.join(able)}, or leave loss.{key} out",
+            )
 
 
 def check_vocabulary_parallel(config: LossConfig) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
-from linrnn.losses.base import LossBackend
+from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.formulas import FP32, Bytes, LossFormulas
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_torch_compile
@@ -20,19 +20,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Sum of -log softmax(hidden weightᵀ)[label]: the product in the inputs' dtype, the rest in fp32."""
     import torch.nn.functional as F
 
-    return F.cross_entropy(F.linear(hidden_ND, weight_VD).float(), labels_N, reduction="sum")
+    logits_NV = F.linear(hidden_ND, weight_VD).float()
+    if softcap is not None:
+        logits_NV = softcap * (logits_NV / softcap).tanh()
+    loss = F.cross_entropy(logits_NV, labels_N, reduction="sum", label_smoothing=label_smoothing)
+    if z_loss:
+        loss = loss + z_loss * logits_NV.logsumexp(-1).square().where(labels_N != IGNORE_INDEX, 0).sum()
+    return loss
 
 
 def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Forward: fp32 logits and log-softmax. Backward: log-softmax and two fp32 gradients."""
-    logits = n_tokens * vocab
+    """Forward: fp32 logits and log-softmax. Backward: log-softmax and two fp32 gradients.
+
+    A softcap keeps its tanh. z_loss keeps the logits, and has a gradient of its own.
+    """
+    logits, capped, z_loss = n_tokens * vocab, loss.softcap is not None, loss.z_loss > 0
     copy = compute if compute < FP32 else 0
     gradients = (n_tokens + vocab) * d * compute
-    return logits * 2 * FP32, max(logits * 3 * FP32, logits * (copy + FP32) + gradients)
+    forward, backward = 2 + capped + z_loss, 3 + capped + 2 * z_loss
+    return logits * forward * FP32, max(logits * backward * FP32, logits * (copy + FP32) + gradients)
 
 
 def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
@@ -48,7 +65,11 @@ class Standard(LossBackend):
     capturable = True
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return linear_cross_entropy(hidden_ND, weight_VD, labels_N), {}
+        return linear_cross_entropy(hidden_ND, weight_VD, labels_N, **self.objective), {}
+
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return {}
 
 
 @register_loss("compiled", formulas=LossFormulas(compiled_memory))
@@ -77,9 +98,13 @@ class Compiled(LossBackend):
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         require_torch_compile(device, f"loss={config.name}")
 
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        return {}
+
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
-            return self._compiled(hidden_ND, weight_VD, labels_N), {}
+            return self._compiled(hidden_ND, weight_VD, labels_N, **self.objective), {}
         except self._limit_hit as error:
             import torch
 

@@ -70,6 +70,11 @@ class TorchNative(LossBackend):
                 'pip install "torch>=2.13,<2.14", or choose loss=compiled',
             )
 
+    @classmethod
+    def lacks(cls, config: LossConfig) -> dict[str, str]:
+        missing = dict.fromkeys(("z_loss", "softcap"), "torch's function has no such argument")
+        return {**missing, "label_smoothing": "torch's function then leaves out its chunks and stores all logits"}
+
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
         import torch.nn.functional as F

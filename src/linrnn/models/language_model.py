@@ -121,6 +121,11 @@ class LanguageModel(nn.Module):
         self.hf.lm_head.weight = weight
         self._head_as = head_as
 
+    def set_softcap(self, softcap: float | None) -> None:
+        """Cap the logits of `hf`, from which text is sampled. A loss with `loss.softcap` caps its own."""
+        if softcap is not None:
+            self.hf.lm_head.register_forward_hook(lambda head, inputs, logits: _capped(logits, softcap))
+
     @property
     def embedding(self) -> nn.Module:
         """Token ids (…) to vectors (…, D)."""
@@ -182,6 +187,10 @@ class LanguageModel(nn.Module):
                 contexts = partial(create_selective_checkpoint_contexts, _keeps)
                 forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
             block.forward = forward
+
+
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    return (softcap * (logits.float() / softcap).tanh()).to(logits.dtype)
 
 
 def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -14,6 +14,7 @@ from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import size_in_words
 from linrnn.core.output import PROGRAM, as_started, python
+from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
@@ -52,7 +53,7 @@ def names_of_run(config: Config, run_name: str, world_size: int) -> dict[str, An
         "activation_checkpointing": trainer.activation_checkpointing,
         "chunk_size": config.model.chunk_size,
         "parallel": config.parallel.name,
-        "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k != "name"},
+        "loss_options": {k: v for k, v in dataclasses.asdict(config.loss).items() if k not in ("name", *OBJECTIVE)},
         "memory_budget_gib": config.memory_budget_gib,
         "training": _training(config, world_size),
     }
@@ -72,6 +73,7 @@ def _training(config: Config, world_size: int) -> str:
         "trainer.float8": config.trainer.float8,
         "trainer.cuda_graph": config.trainer.cuda_graph,
         "trainer.deterministic": config.trainer.deterministic,
+        **{f"loss.{key}": value for key in OBJECTIVE if (value := getattr(config.loss, key))},
     }
     return " ".join(f"{key}={value}" for key, value in values.items())
 

@@ -21,7 +21,7 @@ from linrnn.core.errors import ConfigError, LinrnnError, OutOfMemoryError, Unsup
 from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
-from linrnn.losses import check_loss, check_vocabulary_parallel
+from linrnn.losses import check_loss, check_objective, check_vocabulary_parallel
 from linrnn.models import check_device, check_heads, check_installed
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.language_model import compute_dtype
@@ -146,6 +146,7 @@ def make_plan(config: Config) -> Plan:
     """
     device = torch.device("cuda") if config.gpu else resolve_device(config.device)
     precision = resolve_precision(config.trainer.precision, device)
+    check_objective(config.loss)
     if not config.gpu:
         check_loss(config.loss, device, compute_dtype(precision))
     check_installed(config.model)

@@ -114,6 +114,11 @@ class Trainer:
             self._has_weights = True
         vocabulary = self.ranks.vocabulary(arch.vocab_size)
         self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
+        plain = config.loss.plain()
+        self._valid_loss = self.loss  # the same object where it can be: torch.compile compiles once
+        if plain != config.loss:
+            self._valid_loss = build_loss(plain, device=self.device, vocabulary=vocabulary)
+        self.model.set_softcap(config.loss.softcap)
         tokens = self.plan.sequences_of_rank * trainer.seq_len
         self._notes.append(self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute))
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
@@ -353,7 +358,7 @@ class Trainer:
             try:
                 evaluation = evaluate(
                     self.model,
-                    self.loss,
+                    self._valid_loss,
                     self._valid_batches,
                     precision=self.precision,
                     device=self.device,
