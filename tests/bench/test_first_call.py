@@ -16,9 +16,3 @@ def test_kernels_of_first_calls_are_counted_and_timed(fresh_command):
     assert kernels["first"] >= 8
     assert kernels["other N"] <= 2
     assert kernels["again"] == 0
-
-
-def test_an_unknown_setting_is_refused(fresh_command):
-    done = fresh_command("benchmarks/first_call.py", "exakt")
-    assert done.returncode == 2
-    assert "unknown setting exakt; choose from exact, filter, 256MiB" in done.stderr

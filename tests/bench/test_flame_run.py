@@ -89,14 +89,3 @@ def test_what_is_missing_or_unknown_is_an_error(tmp_path: Path, override: str, m
     clone(tmp_path)
     with pytest.raises(ConfigError, match=message):
         run_benchmark(config_of(tmp_path, override), "python benchmarks/flame_run.py", lambda _: None)
-
-
-def test_the_steps_are_read_from_what_flame_logs(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(tmp_path / "20261129-0100") as writer:
-        for step in (1, 2):
-            for value, tag in enumerate(flame_run.TAGS.values()):
-                writer.add_scalar(tag, step + value, step)
-    assert flame_run.logged(tmp_path, "fla", "a") == [Row("fla", "a", n, n, n + 1, n + 2, n + 3) for n in (1, 2)]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.kernels import HOST, STEP, KernelRow, page, profiled, read
-from linrnn.core.errors import ConfigError
+from benchmarks.kernels import HOST, STEP, profiled, read
 
 
 def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
@@ -20,21 +19,6 @@ def test_a_step_comes_first_and_its_operators_follow_the_longest_first():
         assert all(row.ms / row.products == pytest.approx(unit) for row in kernels), "all in the same product"
     products = {row.loss: row.launches for row in rows if row.kernel == "aten::mm"}
     assert products["standard"] == 3
-
-
-def test_an_unknown_loss_is_refused_before_anything_runs():
-    with pytest.raises(ConfigError, match="there is no such loss"):
-        next(profiled(["64x32x500"], ["telepathy"], "peaked", torch.device("cpu")))
-
-
-def test_the_page_holds_every_kernel_of_a_thousandth_of_a_product():
-    kernels = {STEP: 4.0, HOST[0]: 0.1, HOST[1]: 0.2, "product_kernel": 2.5, "tiny": 0.0001}
-    rows = [KernelRow("mve", "peaked", "cce_kahan", name, 1, 2 * ms, ms) for name, ms in kernels.items()]
-    text = "\n".join(page(rows, "gpu"))
-    assert "## mve, peaked, cce_kahan: the kernels take 2.50 products" in text
-    assert "| `(step)` | 1 | 8.000 | 4.000 |" in text
-    assert "| `product_kernel` | 1 | 5.000 | 2.500 |" in text
-    assert "tiny" not in text
 
 
 def test_the_command_writes_rows_and_a_page(tmp_path, command, command_here):

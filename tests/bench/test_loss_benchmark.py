@@ -2,20 +2,15 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fitting import fitted
 
 from benchmarks import common, loss, problems
 from benchmarks.common import interval_of_median, parse_loss, read_runs
-from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark, write_report
-from benchmarks.loss_pictures import FILTERS, error_plot, on_named_shapes
+from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark
 from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, winners
 from benchmarks.problems import (
     SHAPES,
@@ -24,13 +19,11 @@ from benchmarks.problems import (
     fp32_logits_of,
     make_problem,
     parse_shape,
-    read_trained,
     relative_error,
     truth_of,
 )
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.data import BatchesOnce
 from linrnn.losses import build_loss
 
 CPU = torch.device("cpu")
@@ -74,16 +67,6 @@ def test_peaked_logits_concentrate_and_flat_ones_do_not():
         mass[kind] = probabilities.topk(64).values.sum(dim=-1).mean().item()
     assert mass["flat"] < 0.1
     assert mass["peaked"] > 0.7
-
-
-def test_half_of_the_labels_are_ignored_and_all_else_is_as_peaked():
-    shape = Shape("long", 4000, 4, 100)
-    whole, half = (make_problem(shape, kind, torch.float32, CPU, 0) for kind in ("peaked", "half_ignored"))
-    assert torch.equal(whole.hidden_ND, half.hidden_ND)
-    assert torch.equal(whole.weight_VD, half.weight_VD)
-    ignored = half.labels_N == -100
-    assert ignored.float().mean() == pytest.approx(0.5, abs=0.03)
-    assert torch.equal(half.labels_N[~ignored], whole.labels_N[~ignored])
 
 
 @pytest.mark.parametrize("kind", ["peaked", "half_ignored"])
@@ -142,24 +125,6 @@ def test_the_vocabulary_is_permuted_and_the_loss_stays():
     assert torch.equal(problem.weight_VD, trained.problem(torch.float32, CPU, 1).weight_VD)
 
 
-def test_every_batch_has_its_rows_where_some_labels_are_ignored(small):
-    """With data.reset_at_document a document's first token has no label. More text is read instead."""
-    trainer = fitted(small("data.reset_at_document=true", "trainer.max_steps=1"))
-    valid, path = trainer.data.valid, str(trainer.directory.path)
-    n_labels = sum(batch.n_tokens for batch in BatchesOnce(valid, 80, 2, reset_at_document=True))
-    assert 1900 < n_labels < valid.n_tokens - 1
-
-    def trained(tokens: int) -> TrainedTensors:
-        return read_trained(path, [], "cpu", tokens, batches=2)
-
-    half = n_labels // 2
-    found = trained(half)
-    assert len(found.labels_N) == len(found.hidden_ND) == 2 * half
-    assert (found.labels_N >= 0).all()
-    with pytest.raises(ConfigError, match=rf"2 x {half + 1:,} labels .* more than the {n_labels:,} of the validation"):
-        trained(half + 1)
-
-
 # ------------------------------------------------------------------------------------------------- arithmetic
 
 
@@ -184,15 +149,6 @@ def test_ratios_are_taken_round_by_round():
     assert (row.ratio_to_three_products_low, row.ratio_to_three_products_high) == (1, 10)
     assert row.forward_ratio_to_product == 1.5
     assert (row.backward_ms, row.backward_ratio_to_eager) == (30, 0.5)  # of 0.5, 0.5 and 10
-
-
-def test_without_a_floor_or_a_baseline_there_is_no_ratio_to_it():
-    alone = entry("standard", 1.0, 2.0)
-    record_times(alone, None, None, np.ones(2), np.array([]))
-    assert (alone.row.ratio_to_compiled, alone.row.backward_ratio_to_eager) == (None, None)
-    record_times(alone, alone, None, np.ones(2), np.array([]))
-    assert (alone.row.ratio_to_three_products, alone.row.ratio_to_three_products_low) == (None, None)
-    assert (alone.row.ratio_to_compiled, alone.row.ratio_to_product) == (1, 1.5)
 
 
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
@@ -282,40 +238,6 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
     assert path.read_text() == '[{"shape": "s"}]'
 
 
-def test_a_page_has_every_problem_and_what_failed(tmp_path):
-    rows = [make_row("compiled", logits=logits, ratio_to_compiled=1.0, de_err=1e-3) for logits in ("flat", "peaked")]
-    rows.append(make_row("fla", status="failed", reason="broken", logits="flat"))
-    assert [path.name for path in write_report(rows, tmp_path, "s")] == ["s.md"]
-    text = (tmp_path / "s.md").read_text()
-    assert text.count("\n## ") == 3, "two problems and the runs"
-    assert "* `fla`: failed. broken" in text
-    with pytest.raises(DataError, match="no rows"):
-        write_report([], tmp_path, "shapes")
-
-
-def test_the_picture_has_our_time_beside_the_bound_or_the_fastest_of_quack():
-    shape = {"shape": "gemma2_2b", "logits": "peaked"}
-    ours = make_row("cce_kahan", ratio_to_compiled=0.96, **shape)
-    bounds = [make_row(FLOOR, ratio_to_compiled=0.85, **shape), make_row("compiled", ratio_to_compiled=1.0, **shape)]
-    rivals = [make_row(name, ratio_to_compiled=ratio, **shape) for name, ratio in (("quack/1024", 1.3), ("quack", 0.9))]
-    for rows, widths, title in (
-        ([ours, *bounds], [0.96, 0.85], "Exact gradients in 0.96 to 0.96 times torch.compile's time"),
-        ([ours, *bounds, *rivals], [0.96, 0.9], "cce_kahan is faster than QuACK on 0 of 1 models' output layers"),
-    ):
-        figure = on_named_shapes(rows, "a GPU")
-        assert [bar.get_width() for bar in figure.axes[0].patches] == widths
-        assert figure.get_suptitle() == title
-    assert on_named_shapes([make_row("cce_kahan", ratio_to_compiled=0.9, shape="1x2x3", logits="peaked")], "") is None
-
-
-def test_the_picture_of_errors_has_one_point_a_setting():
-    rows = [make_row(name, ratio_to_compiled=1.0, de_err=0.01 + 0.13 * ("false" in name)) for name in FILTERS]
-    figure = error_plot(rows, "a GPU")
-    assert len(figure.axes[0].texts) == len(FILTERS) == 5
-    assert figure.get_suptitle() == "Dropping small gradients gives 14 times the error of sampling them"
-    assert error_plot(rows[1:], "a GPU") is None
-
-
 # ---------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -364,14 +286,6 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
     assert "the command" in markdown.read_text()
 
 
-def test_fp32_gradients_keep_what_bf16_ones_round_away(tmp_path, eager_baseline):
-    config = configure("backends=[cce_kahan]", "gradients=[same,fp32]", "logits=[flat]", tmp_path=tmp_path)
-    rows = {(row.gradients, row.backend): row for row in run_benchmark(config, "", str)}
-    assert rows["fp32", "cce_kahan"].dc_err < 0.7 * rows["bf16", "cce_kahan"].dc_err
-    # Eager torch multiplies in bf16. fp32 leaves do not undo the rounding of the product.
-    assert rows["fp32", "standard"].dc_err == pytest.approx(rows["bf16", "standard"].dc_err, rel=0.1)
-
-
 def test_resume_measures_only_what_this_code_has_not(tmp_path, eager_baseline, monkeypatch):
     environment = common.describe_environment() | {"git": {"commit": "abc", "dirty": False}}
     monkeypatch.setattr(common, "describe_environment", lambda: environment)
@@ -409,17 +323,6 @@ def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
     assert {row.rounds for row in rows if row.status == "ok" and row.forward_backward_ms} == {rounds}
 
 
-def test_a_floor_that_does_not_fit_becomes_a_row_and_the_others_go_on(tmp_path, eager_baseline, monkeypatch):
-    def refused(problem):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(problems, "three_products", refused)
-    rows = run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    assert [row.status for row in rows] == ["ok", "out_of_memory", "ok", "ok", "ok"]
-    assert (rows[1].rounds, rows[-1].ratio_to_three_products) == (0, None)
-    assert rows[-1].ratio_to_compiled > 0
-
-
 def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline, monkeypatch):
     def build(config, **options):
         loss = build_loss(config, **options)
@@ -452,12 +355,9 @@ def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
     [
         ("backends=[cce_kahn]", "cce_kahn"),
         ("backends=['standard filter_eps=0.1']", "filter_eps"),
-        ("backends=['quack chunk_size=8']", "no options"),
         ("logits=[spiky]", "spiky"),
-        ("gradients=[fp64]", "fp64"),
         ("shapes=[mvee]", "mvee"),
         ("logits=[trained]", "logits=.trained. need a trained model"),
-        ("data=markov", "data and logits"),
         ("checkpoint=nowhere", "shapes do not go with a checkpoint"),
     ],
 )
@@ -480,43 +380,6 @@ def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
     assert standard.graph_ms > 0  # the inputs fit the L2 cache
     assert kahan.reason == ""
     assert kahan.graph_ms > 0
-
-
-class FakeStreams:
-    """The current stream as torch.cuda keeps it. A capture fails as torch's does: its stream stays the current one."""
-
-    def __init__(self) -> None:
-        self.current = self.first = SimpleNamespace(wait_stream=lambda other: None)
-
-    @contextmanager
-    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
-    def graph(self, graph: object) -> Iterator[None]:
-        self.current = SimpleNamespace()
-        yield
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-
-def test_a_capture_that_fails_leaves_the_current_stream_to_later_backends(monkeypatch):
-    fake = FakeStreams()
-    for name, value in {
-        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
-        "current_stream": lambda device: fake.current,
-        "CUDAGraph": object,
-        "stream": fake.stream,
-        "graph": fake.graph,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    problem = make_problem(TINY, "flat", torch.float32, CPU, 0)
-    with pytest.raises(RuntimeError, match="during capture"):
-        problems.capture(build_loss(load_config(["loss=standard"]).loss, device=CPU), problem)
-    assert fake.current is fake.first
 
 
 def test_every_set_names_known_shapes_and_backends():

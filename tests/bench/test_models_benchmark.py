@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import models, problems
-from benchmarks.models import Row, build_published, model_loss, parse_model, read_rows, write_report
+from benchmarks.models import Row, read_rows, write_report
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError
 
 SIZES = "hidden_size=32 intermediate_size=48 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=2"
 LLAMA = f"llama batch=2 seq=16 {SIZES} vocab_size=96"
@@ -68,16 +68,6 @@ def test_no_timed_step_holds_a_collection_of_garbage(tmp_path: Path, monkeypatch
     assert gc.isenabled()
 
 
-def test_a_step_that_cannot_fit_on_a_cpu_is_refused_before_the_first_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("linrnn.training.plan.available_memory", lambda: 3 * 2**20)
-    big = LLAMA.replace("vocab_size=96", "vocab_size=9600")  # 10 MB of weights, gradients, moments and 2 MB of logits
-    with pytest.raises(UnsupportedError, match="a step of llama with 32 tokens needs"):
-        measured(tmp_path, names=f'["{LLAMA}","{big}"]')
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("breaks", ["standard", "cce_kahan"])
 def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
@@ -97,19 +87,6 @@ def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
     assert {row.ratio for row in rows if row.status == "ok"} == ({1.0} if breaks == "cce_kahan" else {None})
 
 
-def test_each_loss_is_put_in_and_taken_out() -> None:
-    name, overrides, _, _ = parse_model(LLAMA)
-    model = build_published(name, overrides, torch.float32, torch.device("cpu"))
-    kind, ids = type(model), torch.randint(96, (1, 8))
-    want = model(ids, labels=ids).loss
-    for text in ("cce_kahan accumulate=fp32", "cce_filter", "standard"):
-        with model_loss(model, models.common.parse_loss(text), torch.device("cpu")):
-            assert (type(model) is kind) == (text == "standard")
-            assert model(ids, labels=ids).loss.item() == pytest.approx(want.item(), rel=1e-5)
-        assert type(model) is kind
-        assert "forward" not in vars(model)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -122,14 +99,6 @@ def test_each_loss_is_put_in_and_taken_out() -> None:
 def test_a_wrong_model_is_refused(names: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         measured(tmp_path, names=names)
-
-
-@pytest.mark.parametrize("loss", ["fla", "liger accumulate=fp32"])
-def test_a_loss_without_a_form_for_models_is_a_row(loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "check_loss", lambda *_: None)
-    row = measured(tmp_path, f"losses=['{loss}']", names=f'["{LLAMA}"]')[1]
-    assert row.status == "unsupported"
-    assert "has no form for Hugging Face models" in row.reason
 
 
 @pytest.mark.gpu

@@ -97,14 +97,6 @@ def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_tokens_that_the_ranks_cannot_share_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    ranks = DistributedRanks(Launch(0, 0, 2, True), None, None, timedelta(seconds=1))
-    overrides = ["device=cpu", "losses=[100x16x64,101x16x64]", f"output_dir={tmp_path}"]
-    with pytest.raises(ConfigError, match="losses: 2 ranks cannot share the tokens of 101x16x64 evenly"):
-        run_benchmark(ranks, load_config(overrides, "bench_parallel"), "")
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_page_shows_every_row_with_the_number_of_its_run(tmp_path: Path) -> None:
     runs = [run(2), run(4)]
     for one in runs:

@@ -13,13 +13,12 @@ from fitting import fitted, losses
 from graph_stand_in import Graphs
 
 from benchmarks import steps
-from benchmarks.common import append_rows
 from benchmarks.steps import Start, parse_line, write_report
 from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows
 from benchmarks.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.config.schema import Config
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
@@ -117,18 +116,6 @@ def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
     assert rows[2].ratio is None
 
 
-def test_a_model_that_cannot_be_built_is_the_reason_of_all_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(steps, "build_model", fails)
-    rows = measured(tmp_path, "losses=[liger]")
-    assert [row.status for row in rows] == ["out_of_memory", "out_of_memory", "unsupported"]
-    assert read_rows(tmp_path) == rows
-
-
 def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
@@ -168,24 +155,6 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
     assert "V = 96, precision=fp32, cuda_graph=true\n" in text
 
 
-def test_steps_with_a_graph_train_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Graphs(monkeypatch)
-    config = config_of(tmp_path)
-    eager, graphed = (
-        steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2]) for _ in range(2)
-    )
-    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
-    for bench in (eager, graphed):
-        bench.set_rate(0.1)
-    step = graphed.step.graphed(loss)
-    for _ in range(3):
-        eager.step(loss)
-        step()
-    for ours, theirs in zip(eager.step.parameters, graphed.step.parameters, strict=True):
-        assert torch.equal(ours, theirs)
-        assert theirs.grad is None
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[str]]) -> None:
     """The same weights after two steps on the same batch: nothing of a step is missing here."""
@@ -214,15 +183,9 @@ def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[s
         (f"{GLA} loss=liger", "'loss=liger' has no meaning"),
         (f"{GLA} data=text", "data.path"),
         (f"{GLA} init_from=results/x", "add the data that they were trained with"),
-        (f"{GLA} logger.wandb.mode=online", "has no meaning"),
         (f"{GLA} parallel=ddp", "benchmarks/parallel.py"),
-        (f"{GLA} trainer.accumulation_steps=2", "has no meaning"),
-        (f"{GLA} trainer.max_steps=2", "has no meaning"),
         (f"{GLA} optimizer.lr=1", "the rate is so small"),
-        (f"{GLA} memory_budget_gib=40", "has no meaning"),
-        ("gla", "'gla' has no meaning"),
         ("model=gla size=smoke", "has no vocabulary"),
-        (f"{GLA} trainer.batchsize=2", "has no meaning"),
         (f"{GLA} size.hiden_size=2", "there is no such key"),
         (f"{GLA} {GRAPH} trainer.activation_checkpointing=full", "reads the state of the random numbers"),
         (f"{GLA} {GRAPH} trainer.compile=blocks", "trainer.compile=blocks was not tried with a CUDA graph"),
@@ -264,29 +227,7 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callabl
     assert f"init_from={source.name}\n" in (tmp_path / "rows" / "steps.md").read_text()
 
 
-@pytest.mark.parametrize("line", ["data=text data.path=HERE/none.txt", "data=markov init_from=HERE/none"])
-def test_data_or_weights_that_are_not_there_are_refused_before_anything_is_measured(line: str, tmp_path: Path) -> None:
-    line = line.replace("HERE", str(tmp_path))
-    with pytest.raises(DataError, match=r"none"):
-        measured(tmp_path / "rows", "losses=[]", models=f'["{GLA}","size=smoke {line}"]')
-    assert not (tmp_path / "rows").exists()
-
-
 # ----------------------------------------------------------------------------------------------------- rows and page
-
-
-def test_a_later_row_replaces_an_earlier_one(tmp_path: Path) -> None:
-    append_rows(tmp_path, [replace(ROW, wall_ms=[2.0]), replace(ROW, loss="liger", wall_ms=[3.0])])
-    append_rows(tmp_path, [replace(ROW, run="b", wall_ms=[1.0])])
-    assert [(row.loss, row.run, row.step_ms) for row in read_rows(tmp_path)] == [
-        ("compiled", "b", 1.0),
-        ("liger", "a", 3.0),
-    ]
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match="has a line that is no row"):
-        read_rows(tmp_path)
-    with pytest.raises(DataError, match="no rows under"):
-        read_rows(tmp_path / "none")
 
 
 @pytest.mark.gpu
@@ -339,12 +280,3 @@ def test_the_committed_intervals_are_what_the_kept_rounds_give(committed: Path) 
         found = ratio_of(row, bases[row.line])
         assert found is not None
         assert [row.ratio, row.ratio_low, row.ratio_high] == pytest.approx([found.value, found.low, found.high])
-
-
-def test_a_ratio_needs_two_losses_of_one_process() -> None:
-    eager = replace(ROW, loss="standard", wall_ms=[4.0, 5.0, 4.0])
-    own = replace(ROW, loss="cce_kahan", wall_ms=[2.0, 2.0, 2.0])
-    assert ratio_of(own, eager) == estimate([0.5, 0.4, 0.5], ratios=True)
-    assert ratio_of(replace(own, run="another process"), eager) is None
-    assert ratio_of(own, replace(eager, status="out_of_memory")) is None
-    assert ratio_of(own, None) is None

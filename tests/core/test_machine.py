@@ -13,10 +13,9 @@ from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig
 from linrnn.core import machine
-from linrnn.core.errors import ConfigError, OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.core.errors import OutOfMemoryError, StorageError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory
 from linrnn.data import prepare
-from linrnn.losses.registry import FORMULAS_OF_LOSSES
 from linrnn.models import architecture, build_model, open_pretrained
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import FACTS, ModelFacts
@@ -125,16 +124,6 @@ def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
     assert not results.exists()
 
 
-def test_the_search_for_the_largest_batch_refuses_a_budget_that_the_machine_lacks(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from linrnn.experiments.max_batch import _look_ahead
-
-    has(monkeypatch, 2)
-    with pytest.raises(ConfigError, match="memory_budget_gib=80 is more than"):
-        _look_ahead(load_config(small()), 80 * GIB, 1)
-
-
 def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
     _, arch = plan_of("model=gla", "size=1b3", "data=markov")
     has(monkeypatch, 2)
@@ -143,12 +132,11 @@ def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypa
 
 
 # ------------------------------------------------------------------------------------------------------------ disk
-@pytest.mark.parametrize("n_tokens", [10**15, 10**30])
-def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: Path, n_tokens: int) -> None:
+def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     config = load_config(["data=markov", f"data.cache_dir={cache}"]).data
     with pytest.raises(StorageError, match="GiB are free there"):
-        prepare(replace(config, n_tokens=n_tokens))
+        prepare(replace(config, n_tokens=10**30))
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
@@ -251,64 +239,3 @@ def _says_unknown(
     point = points._foresee(points.Point((), plan.config, Path("nowhere"), "label"))
     assert (point.memory_bytes, point.seconds, point.refusal) == (None, None, None)
     assert max_batch._look_ahead(plan.config, GIB, 1)[1] is None
-
-
-def test_bench_loss_refuses_a_shape_that_the_machine_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from benchmarks.loss import run_benchmark
-
-    config = load_config(["device=cpu", "shapes=[gemma2_2b]", f"output_dir={tmp_path / 'rows'}"], "bench_loss")
-    has(monkeypatch, 8)
-    with pytest.raises(UnsupportedError, match=r"shape gemma2_2b \(8192 x 2304 x 256000\) needs \d+"):
-        run_benchmark(config, "command", print)
-    assert not (tmp_path / "rows").exists()
-
-
-@pytest.mark.parametrize("what", ["model", "loss"])
-def test_a_breakdown_without_formulas_has_its_measurements_and_says_unknown(
-    what: str, fifth_model: str, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from linrnn.experiments.breakdown import assemble, markdown
-
-    config = load_config(small("trainer.max_steps=2"))
-    arch = resolve(config.model, config.size, 512)
-    if what == "model":
-        arch = replace(arch, model=fifth_model)
-    else:
-        monkeypatch.delitem(FORMULAS_OF_LOSSES, config.loss.name)
-    times = [{"step": 0.1, "mixer/forward": 0.01}]
-    found = assemble(Plan(config, torch.device("cpu"), "fp32"), arch, "name", {"peak": 2**30}, {"mixer": 2**20}, times)
-    assert found.flops is None
-    assert found.memory["peak"] == {"measured": 2**30, "formula": None}
-    assert found.memory["parameters"]["formula"] == 4 * arch.n_parameters
-    assert found.hardware_utilisation is None
-    assert "unknown: no formulas" in markdown(found)
-
-
-def test_a_sweep_s_listing_says_unknown(small: Small, tmp_path: Path) -> None:
-    from linrnn.experiments.points import Point
-    from linrnn.experiments.sweep import listing
-
-    point = Point((), load_config(small()), tmp_path / "run", "label", total_steps=1)
-    row = listing([point], load_config(["sweep=mve"], "run_sweep"))[1]
-    assert row.split() == ["label", "unknown", "unknown", "to", "run"]
-
-
-def test_the_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 12)
-    assert (machine.ranks_here(), machine.cores_of_rank()) == (1, 12)
-    for ranks, expected in (("4", 3), ("5", 2), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert machine.cores_of_rank() == expected
-
-
-def test_ranks_that_share_a_cpu_are_expected_to_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from linrnn.experiments import dry_run
-
-    monkeypatch.setattr(dry_run, "matmul_rate", lambda dtype: 8e9)
-    monkeypatch.setattr(dry_run, "cores", lambda: 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    for ranks, rate in (1, 8e9), (2, 8e9), (4, 4e9):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert dry_run._cpu_rate.__wrapped__(torch.float32) == rate

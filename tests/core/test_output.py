@@ -38,7 +38,7 @@ def call(
     )
 
 
-@pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1</dev/null"])
+@pytest.mark.parametrize("redirect", [">&-", "<&- >&- 2>&-", "1</dev/null"])
 def test_a_run_needs_no_open_stream(redirect: str, tmp_path: Path) -> None:
     body = f"say('spoken'); say('an error', sys.stderr); open({str(tmp_path / 'file')!r}, 'w').write('mine')"
     done = call(body, redirect)
@@ -46,9 +46,8 @@ def test_a_run_needs_no_open_stream(redirect: str, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine", "a file takes no closed stream's place"
 
 
-@pytest.mark.parametrize("redirect", ["2>&-", ">&- 2>&-"])
-def test_an_error_keeps_its_exit_code_without_streams(redirect: str) -> None:
-    assert call("raise DataError('cause', 'remedy')", redirect).returncode == 3
+def test_an_error_keeps_its_exit_code_without_streams() -> None:
+    assert call("raise DataError('cause', 'remedy')", ">&- 2>&-").returncode == 3
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
@@ -89,10 +88,7 @@ def test_a_terminal_without_the_letters_gets_escapes(environment: dict[str, str]
     [
         ("raise MemoryError('Unable to allocate 2 EiB')", 5, "error: out of memory: Unable to allocate 2 EiB"),
         ("import numpy; numpy.zeros(2**62)", 5, "error: out of memory: "),
-        ("import numpy; numpy.arange(2**61)", 5, "error: out of memory: "),
-        ("import numpy; numpy.zeros((2**62, 2**62))", 5, "error: out of memory: "),
         ("open('/nowhere/at/all/x')", 1, "unexpected error: FileNotFoundError"),
-        ("{}['x']", 1, "unexpected error: KeyError: 'x'"),
         ("raise ValueError('x')", 1, "unexpected error: ValueError: x"),
     ],
 )

@@ -24,7 +24,7 @@ from tokenizers import models
 import linrnn.data.shards
 from linrnn.config.schema import StdlibDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
-from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare, vocabulary_size
+from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare
 from linrnn.data.tokenizer import load_tokenizer
 
 PREPARE = import_module("linrnn.data.prepare")  # the package has a function of this name
@@ -82,13 +82,6 @@ def test_reading_stops_with_the_document_that_reaches_max_tokens(
     assert data.valid.n_documents == -(-n_documents // 9)  # those held out among the documents read
 
 
-def test_an_end_token_written_in_the_text_ends_no_document(tmp_path: Path, tokenizer: Path) -> None:
-    texts = ["start", "one <|endoftext|> two"] * 20
-    data = prepare(text_config(tmp_path / "cache", write_jsonl(tmp_path / "a.jsonl", texts), tokenizer=tokenizer))
-    tokens = data.train.read(0, data.train.n_tokens)
-    np.testing.assert_array_equal(np.flatnonzero(tokens == data.eos_id), data.train.document_ends - 1)
-
-
 def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 100_000)  # no more than it needs is tokenised
     common = {"cache_dir": str(tmp_path), "verify": True, "reset_at_document": False, "tokenizer_vocab_size": 300}
@@ -103,7 +96,7 @@ def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path, monkeypatch: 
 
 # --------------------------------------------------------------------------------------- what is held out
 @pytest.mark.parametrize("tokenizer_given", [True, False])
-@pytest.mark.parametrize("empty", [lambda i: False, lambda i: i % 2 == 0, lambda i: i % 100 == 0, lambda i: i < 100])
+@pytest.mark.parametrize("empty", [lambda i: False, lambda i: i % 2 == 0, lambda i: i < 100])
 def test_every_kth_row_that_holds_text_is_held_out(
     tmp_path: Path, tokenizer: Path, empty: Callable[[int], bool], tokenizer_given: bool
 ) -> None:
@@ -130,7 +123,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("fraction", [0.01, 0.5])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_single_text_holds_out_its_end(tmp_path: Path, tokenizer: Path, text: str, fraction: float) -> None:
     content = TEXTS[text]
@@ -191,17 +184,6 @@ def test_a_tokenizer_trained_here_never_sees_held_out_text_and_is_kept(rows: boo
     assert data.vocab_size == len(vocabulary) == 300
     assert not any("eb" in token for token in vocabulary)  # zebra's pairs were never seen
     assert prepare(config).fingerprint == data.fingerprint
-
-
-def test_text_too_small_for_its_tokenizer_gives_the_entries_it_has_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("A small text, a very small text.\n" * 20)
-    said: list[str] = []
-    config = text_config(tmp_path / "cache", tmp_path / "a.txt", tokenizer_vocab_size=4096)
-    data = prepare(config, progress=lambda p: said.append(p.stage))
-    assert 257 < data.vocab_size < 350
-    assert f"the text is too small for more than {data.vocab_size:,} of them" in said
-    assert f"{data.vocab_size:,} entries trained on it" in data.description
-    assert data.vocab_size <= vocabulary_size(config) == 4096
 
 
 # ------------------------------------------------------------------------------------- identity and cache
@@ -275,17 +257,6 @@ def test_two_at_once_prepare_it_once(tmp_path: Path, corpus: Path, tokenizer: Pa
         thread.join()
     assert results == [results[0]] * 2
     assert sum(any(report.stage == "tokenising" for report in mine) for mine in reports) == 1
-
-
-def test_progress_counts_up_and_ends(tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None) -> None:
-    reports: list[Progress] = []
-    data = prepare(text_config(tmp_path / "cache", corpus, tokenizer=tokenizer), progress=reports.append)
-    assert len(reports) > 5
-    assert [report.tokens for report in reports] == sorted(report.tokens for report in reports)
-    assert reports[-1].finished
-    assert reports[-1].tokens == data.train.n_tokens + data.valid.n_tokens
-    assert reports[-1].documents == 400
-    assert all(report.seconds_left is not None for report in reports[1:])
 
 
 def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_may_lose_is_said(tmp_path: Path) -> None:

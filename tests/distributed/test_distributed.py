@@ -198,7 +198,7 @@ FAULTS_ON_GPUS = [fault for fault in FAULTS if not fault.endswith("waited_for") 
 @pytest.mark.parametrize(
     ("way", "fault"),
     [
-        *(("cpu", fault) for fault in FAULTS),
+        *(("cpu", fault) for fault in FAULTS if fault != "out_of_memory"),
         *(gpus(way, fault) for way in ("cuda", "graph") for fault in FAULTS_ON_GPUS),
     ],
 )

@@ -69,15 +69,6 @@ def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], Watch], cl
     assert [rank.still() for rank in reversed(ranks)] == [[], []]
 
 
-def test_signs_are_given_ten_times_in_the_patience(signs: Callable[[int], Watch], clock: Clock) -> None:
-    rank, other = signs(0), signs(1)
-    for _ in range(1000):  # looks in 100 s
-        rank.still()
-        clock.seconds += PATIENCE / 1000
-    other.still()
-    assert 10 <= int(rank._store.get("alive/0")) <= 11
-
-
 def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,12 +14,11 @@ from torch import nn
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.breakdown import SCAN, assemble, check_parts, markdown, measure, sum_of_inputs, with_scan
+from linrnn.experiments.breakdown import check_parts, markdown, measure, sum_of_inputs
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations, projections
 from linrnn.runs.step_parts import shares_of_step
 from linrnn.training.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
 N, D, V, LAYERS = 160, 128, 512, 2  # of the small run: B = 2, T = 80
 
@@ -119,19 +118,6 @@ def test_projections_are_the_linear_layers_that_a_mixer_calls(small: Small) -> N
     assert sum(layer.weight.numel() for layer in linear) > 0.9 * LAYERS * run.architecture.mixer_parameters
 
 
-def test_a_mixers_time_divides_into_projections_and_scan() -> None:
-    seconds = {"mixer/forward": 5.0, "mixer/backward": 9.0, f"{PROJECTIONS}/forward": 2.0, "step": 20.0}
-    assert with_scan(seconds) == {**seconds, f"{SCAN}/forward": 3.0, f"{SCAN}/backward": 9.0}
-
-
-def test_nothing_of_the_clock_stays_behind(small: Small) -> None:
-    run = trainer(small)
-    clock = PartClock(run.model, run.optimizer, run.device)
-    with clock.watch(), SavedActivations(run.model).watch():
-        pass
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in run.model.modules())
-
-
 def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     run, collects = trainer(small, "model=gla"), []
     step = run.train_step
@@ -205,16 +191,3 @@ def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small: S
     first_in_backward.register_hook(lambda _: alive.append([storage() is not None for storage in storages]))
     run.train_step()
     assert alive == [[True, True], [False, False]]
-
-
-def test_a_slow_step_gives_no_row_two_figures_that_contradict_each_other(small: Small) -> None:
-    """Every row of the time holds medians over the steps: also the mixers', and what no part holds."""
-    run = trainer(small, "model=gla")
-    parts = {f"{part}/forward": 0.0 for part in ("embedding", "norms", "mixer", "mixer/projections", "mlp", "loss")}
-    slow = [("mixer/forward", 0.009), ("mlp/forward", 0.009), ("loss/forward", 0.009)]  # another part in each step
-    times = [{**parts, "optimizer": 0.0, "host": 0.01, "step": 0.01, name: seconds} for name, seconds in slow]
-    rows = markdown(assemble(run.plan, run.architecture, "a name", {}, {}, times)).splitlines()
-    [rest] = [row for row in rows if row.startswith("| the rest |")]
-    assert "| 1.00 ms, 10.0% (10.0% to 10.0%) |" in rest
-    [mixer] = [row for row in rows if row.startswith("| mixer |")]
-    assert "| 0.0% (-" in mixer, "the share has its interval, as those of the mixers' two parts have"

@@ -1,16 +1,14 @@
 """A sweep's jobs through submitit: the cluster, the resources, and what is rejected."""
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.errors import ConfigError
 from linrnn.experiments.launching import launch, read_launcher, sbatch_text
-from linrnn.losses import requirements
 
 submitit = pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
 
@@ -68,22 +66,6 @@ def test_a_command_of_slurm_that_is_missing_is_named(
         launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_slurm"], tmp_path)
     assert "hydra/launcher=submitit_local" in error.value.remedy
     launch(subprocess.check_call, [["/bin/true"]], ["hydra/launcher=submitit_local"], tmp_path)
-
-
-@pytest.mark.parametrize("version", ["1.5", None])
-def test_what_is_installed_is_not_to_be_installed(
-    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requirements, "version_of", lambda distribution: version)
-    monkeypatch.setitem(sys.modules, "submitit", None)  # as if a package that it imports were missing
-    with pytest.raises(ConfigError, match="submitit cannot be imported") as error:
-        launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_local"], tmp_path)
-    again = " --force-reinstall" if version else ""
-    assert error.value.remedy == f"pip install{again} 'submitit>=1.5'"
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UnsupportedError) as unsupported:
-        requirements.require_package("torchao", "torchao", "trainer.float8=blocks", "torchao>=0.17")
-    assert unsupported.value.remedy == f'pip install{again} "torchao>=0.17"'
 
 
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])

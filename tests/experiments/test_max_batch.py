@@ -112,19 +112,6 @@ def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, er
     assert answer.too_large == min([batch for batch in log if int(truth(batch)) > 80 * GIB], default=None)
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3),)), "at least; none is the smallest seen not to"),
-        (Answer(8, None, 9, (Probe(8, True, 60 * GIB, 1e3),)), "60.00 GiB, 1,000 tokens/s"),
-        (Answer(0, 1, 0, (Probe(1, False, None, None),)), "not even one fits"),
-        (Answer(0, 39, 40, (Probe(39, False, None, None),)), "raise max_probes"),
-    ],
-)
-def test_an_answer_says_what_it_does_not_know(answer: Answer, words: str) -> None:
-    assert words in "\n".join(report(answer, on_gpu=True))
-
-
 # ------------------------------------------------------------------------------------------------- training runs
 def find(overrides: list[str], *own: str, say: Callable[[str], None] = print) -> Answer:
     """The command in this process."""

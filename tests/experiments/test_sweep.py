@@ -137,8 +137,8 @@ def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) ->
         (["model=gla", "seed=3"], "no key has several values", "model=gla,kda seed=0,1"),
     ],
 )
-def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str, command: Command) -> None:
-    done = command("scripts/sweep.py", *arguments, "dry_run=true")
+def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str, command_here: Command) -> None:
+    done = command_here("scripts/sweep.py", *arguments, "dry_run=true")
     assert done.returncode == 2, done.stdout + done.stderr
     error, hint = done.stderr.strip().splitlines()
     assert cause in error
@@ -148,8 +148,8 @@ def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str,
 @pytest.mark.parametrize(
     ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 7"), ("breakdown", "warmup_steps: 3")]
 )
-def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, key: str, command: Command) -> None:
-    done = command(f"scripts/{script}.py", "--help")
+def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, key: str, command_here: Command) -> None:
+    done = command_here(f"scripts/{script}.py", "--help")
     assert done.returncode == 0, done.stderr
     assert key in done.stdout
     assert "python train.py --help" in done.stdout

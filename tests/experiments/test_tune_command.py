@@ -115,19 +115,6 @@ def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(
     assert len(stored.kernels) == 1, "what came before is kept"
 
 
-@pytest.mark.parametrize(("again", "mode"), [("false", "exact"), ("true", "tune")])
-def test_only_what_is_to_be_measured_is_compiled(
-    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str, mode: str
-) -> None:
-    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}"), [], print)
-    stored = read_table("a GPU", version("triton"), tmp_path)
-    calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(tune_kernels, "compile_all", lambda *arguments: calls.append(arguments))
-    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}", f"again={again}"), [], print)
-    [(_, mode_of_call, table, _)] = calls
-    assert (mode_of_call, table) == (mode, stored)
-
-
 def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called, tmp_path: Path) -> None:
     Table("a GPU", {**VERSIONS, "flash-linear-attention": "0.1"}, {"old:kernel": {"": "BT=1"}}).write(tmp_path)
     options = (*OPTIONS, "models=[gla]", f"output_dir={tmp_path}")
@@ -139,16 +126,6 @@ def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called,
     assert stored.versions == VERSIONS
     assert list(stored.kernels) == [f"{__name__}:kernel"]
     assert called.tiles
-
-
-def test_each_triton_has_a_table_of_its_own(called: Called, tmp_path: Path) -> None:
-    older = Table("a GPU", {**VERSIONS, "triton": "0.1.0"}, {"old:kernel": {"": "BT=1"}})
-    older.write(tmp_path)
-    tune_kernels.tune(config(*OPTIONS, "models=[gla]", f"output_dir={tmp_path}"), [], print)
-    assert read_table("a GPU", "0.1.0", tmp_path) == older
-    stored = read_table("a GPU", version("triton"), tmp_path)
-    assert stored is not None
-    assert list(stored.kernels) == [f"{__name__}:kernel"]
 
 
 def test_targets_are_all_combinations_with_few_layers() -> None:

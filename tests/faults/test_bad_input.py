@@ -66,14 +66,11 @@ def test_refused(
     ("script", "argument", "cause", "remedy"),
     [
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
-        ("prepare_data", "dry_run=true", "dry_run", "drop"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("../study/sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
-        ("../study/sparsity", "checkpoints=[]", "names no run", "checkpoints=[results/default/RUN]"),
         ("evaluate", "checkpoint=x split=train checkpoint=y", "checkpoint is given twice (x, y)", "keep one"),
         ("sweep", "sweep=mve loss=liger jobs=2 loss=fla,kahan", "loss is given twice (liger, fla,kahan)", "keep one"),
         ("evaluate", "results/summaries", "results/summaries stands without its key", "checkpoint=results/summaries?"),
-        ("report", "results/summaries", "results/summaries stands without its key", "summary=results/summaries?"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("../benchmarks/parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N benchmarks/parallel.py"),
         ("../benchmarks/steps", "roundes=3", "roundes: there is no such key", "nearest: rounds"),
@@ -87,15 +84,6 @@ def test_what_a_script_does_not_take_is_refused(
     assert done.returncode == 2
     assert cause in error
     assert remedy in hint
-
-
-@pytest.mark.parametrize("script", ["maintain/parameter_table", "generate"])
-def test_help_says_what_a_command_does_and_runs_nothing(script: str, command_here: Command) -> None:
-    done = command_here(f"scripts/{script}.py", "--help")
-    assert done.returncode == 0
-    assert f"usage: python scripts/{script}.py" in done.stdout
-    assert "\nwrote" not in f"\n{done.stdout}"
-    assert "groups:\n\n" not in done.stdout
 
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
@@ -161,7 +149,6 @@ def too_large_for_the_gpu() -> Exception:
             "DefaultCPUAllocator",
             "trainer.batch_size=1",
         ),
-        (lambda: MemoryError("no more"), OutOfMemoryError, "out_of_memory", "no more", "trainer.batch_size=1"),
         (
             too_large_for_the_gpu,
             UnsupportedError,
@@ -177,7 +164,7 @@ def too_large_for_the_gpu() -> Exception:
             "CUDA_LAUNCH_BLOCKING=1",
         ),
     ],
-    ids=["memory of a GPU", "of a CPU", "of Python", "shared memory", "illegal access"],
+    ids=["memory of a GPU", "of a CPU", "shared memory", "illegal access"],
 )
 def test_an_error_in_a_step_ends_the_run_with_its_status_and_what_to_do(
     failure: Callable[[], Exception],
@@ -261,10 +248,8 @@ def test_a_broken_summary_is_named_by_the_report(small: Callable[..., list[str]]
     group = tmp_path / "results" / "default"
     for text, cause in (
         ('{"status": ', "cannot be read"),
-        ("[]", "holds no JSON object"),
         ('{"a": 1}', "lacks status"),
         ("[" * 100000, "nested too deeply"),
-        ("\x00", "cannot be read"),
     ):
         (group / "run1" / "summary.json").write_text(text)
         with pytest.raises(DataError, match=cause) as error:
@@ -273,13 +258,6 @@ def test_a_broken_summary_is_named_by_the_report(small: Callable[..., list[str]]
         assert "trainer.resume=never" in error.value.remedy
         with pytest.raises(DataError, match=cause):
             Trainer(load_config(small("seed=1", "run_name=run1"))).fit()
-
-
-def test_a_deeply_nested_json_line_is_named(small: Callable[..., list[str]], tmp_path: Path) -> None:
-    (tmp_path / "deep.jsonl").write_text('{"text": "x"}\n{"text": ' + "[" * 100000 + "]" * 100000 + "}\n")
-    options = [o for o in small("data=text", f"data.path={tmp_path}/deep.jsonl") if not o.startswith("data.n_")]
-    with pytest.raises(DataError, match=r"deep\.jsonl, line 2: not JSON"):
-        Trainer(load_config(options))
 
 
 def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(

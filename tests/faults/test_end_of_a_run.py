@@ -26,7 +26,6 @@ from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-GIB = 2**30
 
 
 class OutsideTheGuard(Exception):
@@ -52,8 +51,7 @@ def whole(small_of_module: Small) -> dict[str, Any]:
     return Trainer(load_config(small_of_module("trainer.max_steps=4", "trainer.valid_every=2"))).fit()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("at_step", [2, 4])
+@pytest.mark.parametrize(("number", "at_step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 4), (signal.SIGHUP, 4)])
 def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(
     number: signal.Signals,
     at_step: int,
@@ -153,21 +151,6 @@ def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, previous)
-
-
-def test_a_handler_that_a_library_installed_before_python_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python knows such a handler as None, and cannot install it again."""
-    monkeypatch.setattr(signal, "signal", lambda number, handler, set_=signal.signal: set_(number, handler) and None)
-    before = {number: signal.getsignal(number) for number in heeded()}
-    try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.signal_number == signal.SIGUSR1
-        assert {signal.getsignal(number) for number in before} == {signal.SIG_DFL}
-    finally:
-        monkeypatch.undo()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_a_second_signal_ends_at_once() -> None:

@@ -212,8 +212,10 @@ def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
     assert [2 * scan(one, 256) for one in mixed] == 2 * [scan(hybrid, 256) + scan(windowed, 256)]
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size"])
-@pytest.mark.parametrize("value", ["-1", "0", "abc", "true", "2.5"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", "0"), ("hidden_size", "true"), ("num_hidden_layers", "abc"), ("vocab_size", "2.5")],
+)
 def test_a_size_that_is_no_positive_whole_number_is_refused(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"model.options.{key}=.* is no whole number of 1 or more"):
         architecture("delta_net", f"model.options.{key}={value}", "model.attention_every=2")
@@ -417,7 +419,7 @@ def test_the_diff_of_the_page_adds_a_model_that_trains(added: str, small: Small)
     assert trainer.plan.memory_estimate(arch) is None
 
 
-@pytest.mark.parametrize("size", ["smoke", "mve", "350m", "1b3"])
+@pytest.mark.parametrize("size", ["smoke", "1b3"])
 def test_the_added_model_has_as_many_parameters_as_gla(added: str, size: str) -> None:
     found, gla = (
         resolve(config.model, config.size, 32000)

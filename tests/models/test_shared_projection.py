@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitting import fitted, losses
+from fitting import fitted
 from generation import check_cache
 from torch import Tensor
 from torch.func import functional_call
@@ -151,7 +151,7 @@ def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> No
 
 
 # ----------------------------------------------------------------------------------------- how they are built
-@pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("350m", 512), ("1b3", 512), ("1b3", 1024)])
+@pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("1b3", 1024)])
 @pytest.mark.parametrize("model", MODELS)
 def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matched(
     model: str, size: str, rank: int
@@ -189,17 +189,6 @@ def test_a_run_s_name_and_label_hold_the_rank() -> None:
     assert configured("gla", None).model.label == "gla"
 
 
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(small: Small) -> None:
-    options = ("model=gla", f"model.shared_projection_rank={RANK}", "schedule.steps=4")
-    whole = fitted(small(*options, "trainer.max_steps=4", "group=whole"))
-    fitted(small(*options, "trainer.max_steps=2"))
-    resumed = fitted(small(*options, "trainer.max_steps=4"))
-    assert "resuming at step 2" in (resumed.directory.path / "train.log").read_text()
-    assert losses(resumed) == losses(whole)
-    theirs = whole.model.state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in resumed.model.state_dict().items())
-
-
 def test_a_run_generates_and_is_read_but_is_not_exported(small: Small, command_here: Callable, tmp_path: Path) -> None:
     trainer = fitted(small("model=gla", f"model.shared_projection_rank={RANK}"))
     run = load_trained(str(trainer.directory.path), CPU)
@@ -233,12 +222,6 @@ def test_ranks_that_fit_no_matrix_unit_or_are_not_low_are_refused(rank: int, cau
     with pytest.raises(ConfigError, match=cause) as error:
         architecture("gla", rank)
     assert remedy in error.value.remedy
-
-
-@pytest.mark.parametrize("rank", ["0", "-8", "8.5", "all"])
-def test_what_is_no_rank_is_refused(rank: str) -> None:
-    with pytest.raises(ConfigError, match="shared_projection_rank"):
-        load_config(["model=gla", f"model.shared_projection_rank={rank}"])
 
 
 @pytest.mark.parametrize("model", [["model=kda"], ["model=gated_deltanet"], ["model=fla", "model.config=gla"]])

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -94,19 +93,6 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_table("a GPU", "3.7.0", tmp_path) is None
 
 
-def test_the_table_of_the_installed_triton_comes_first_and_then_the_newest(tmp_path: Path) -> None:
-    for number in ("3.6.0", "3.10.1", "3.7.1"):
-        replace(table(), versions={**VERSIONS, "triton": number}).write(tmp_path)
-    replace(table(), gpu="a GPU of 80 GB").write(tmp_path)
-
-    def order(installed: str) -> list[str]:
-        return [found.versions["triton"] for found in read_tables("a GPU", "9.0", installed, tmp_path)]
-
-    assert order("3.6.0") == ["3.6.0", "3.10.1", "3.7.1"]
-    assert order("3.10.0") == ["3.10.1", "3.7.1", "3.6.0"]
-    assert order("4.0.0") == ["3.10.1", "3.7.1", "3.6.0"]
-
-
 def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,12 +162,6 @@ def test_a_stored_choice_is_used_without_measuring() -> None:
     assert (found["stored"], found["near"], found["tuned"]) == (1, 0, 0)
     assert found["choices"] == {f"{KERNEL} {KEY}": SMALL}
     assert (tuning.remark() or "").endswith("1 stored, 0 stored for another batch, none tuned here")
-
-
-def test_a_table_of_another_version_is_used_and_named() -> None:
-    tuning.use("stored", replace(table(), versions={**VERSIONS, "triton": "0.1"}))
-    assert call(tuner()) == [16]
-    assert "0 stored for another batch (some made with triton 0.1), none tuned here" in (tuning.remark() or "")
 
 
 def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,24 +240,6 @@ def test_a_configuration_that_the_kernel_lacks_is_not_used() -> None:
     assert call(tuned)[-1] == 32
 
 
-def test_the_decorator_of_fla_takes_stored_choices_too() -> None:
-    tuned = tuner(import_fla("fla.ops.utils.cache").CachedAutotuner)
-    tuning.use("stored", table())
-    assert call(tuned) == [16]
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("fla.modules.norm.layernorm", "layer_norm_fwd_kernel"), ("fla.ops.gla.chunk", "chunk_gla_fwd_kernel_o")],
-)
-def test_autotuners_of_fla_look_into_the_table(module: str, name: str) -> None:
-    found = vars(import_fla(module))[name]
-    while not isinstance(found, Autotuner):
-        found = found.fn
-    assert isinstance(found.cache, choices.Choices)
-    assert found.cache.kernel == f"{module}:{name}"
-
-
 def left_out(kernel: Any, **sizes: object) -> set[tuple[int | None, int]]:
     """The tile size, if a kernel has several, and the warps of the configurations that are not tuned."""
     kernel.nargs = sizes
@@ -305,13 +267,6 @@ def test_what_triton_compiles_wrongly_for_hopper_is_left_out(
     stored = {kernel.cache.kernel: {choices.key_text(kernel, key): "num_warps=4 num_stages=2"}}
     tuning.use("stored", Table("a GPU", VERSIONS, stored))
     assert (key in kernel.cache) is not bool(expected)
-
-
-def test_a_key_whose_arguments_are_not_all_given_is_still_a_key() -> None:
-    tuned = tuner()
-    assert choices.key_text(tuned, (64, "torch.float32")) == "key0=64 float32"
-    config = triton.Config({"BT": 16}, num_warps=1, num_stages=2, num_ctas=2, maxnreg=128)
-    assert choices.config_text(config) == f"{SMALL} num_ctas=2 maxnreg=128"
 
 
 def test_the_fingerprint_is_that_of_the_choices() -> None:
@@ -353,39 +308,6 @@ def test_long_activities_are_shown_and_short_ones_are_not(monkeypatch: pytest.Mo
     lines = lines_during(action)
     assert 2 <= len(lines) <= 6, "about one every 50 ms"
     assert set(lines) == {"step 1: 0 s so far; tuning f: configuration 2 of 3"}
-
-
-def test_lines_become_rarer() -> None:
-    now = time.monotonic()
-    with tuning.during("long"):
-        activity = progress._activities[0]
-        activity.since, activity.due = now - 20, now
-        assert progress._due_line() == "long: 20 s so far"
-        assert activity.due - now == pytest.approx(20, abs=1)
-        activity.since, activity.due = now - 500, now
-        assert progress._due_line() == "long: 500 s so far"
-        assert activity.due - now == pytest.approx(progress.MOST_SECONDS, abs=1)
-        assert progress._due_line() is None
-
-
-def test_tuning_says_which_configuration_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        said.append(f"{progress._activities[-1]}, {kwargs['rep']} ms")
-        return do_bench(*args, **kwargs)
-
-    monkeypatch.setattr(triton.testing, "do_bench", measured)
-    tuning.use("tune", rep=40)
-    call(tuner())
-    assert said == [f"tuning kernel: configuration {number} of 2, 40 ms" for number in (1, 2)]
-    assert not progress._activities
-
-
-def test_nothing_waits_after_the_end() -> None:
-    before = threading.active_count()
-    assert lines_during(lambda: None) == []
-    assert threading.active_count() == before
 
 
 # --------------------------------------------------------------------------------------------- compilation ahead

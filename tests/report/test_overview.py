@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from linrnn.core.errors import DataError, LinrnnError
-from linrnn.report.overview import compared, one_key_apart, overview, write_csv
+from linrnn.core.errors import DataError
+from linrnn.report.overview import compared, overview, write_csv
 
 IDENTITY = {"model.name": "gla", "loss.name": "standard", "optimizer.lr": 1e-3, "seed": 0}
 LINEAR = {"loss.name": "cce_kahan", "loss.accumulate": "kahan"}
@@ -59,13 +59,3 @@ def test_the_metrics_of_a_group_are_written_as_csv(group: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(DataError, match="holds no metrics"):
         write_csv(group / "none", group / "all.csv")
-
-
-def test_a_group_without_runs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LinrnnError, match="holds no run"):
-        overview(tmp_path / "none")
-
-
-def test_three_runs_may_differ_in_one_key() -> None:
-    identities = {str(seed): IDENTITY | {"seed": seed} for seed in range(3)}
-    assert one_key_apart(identities) == [("seed", ["0", "1", "2"])]

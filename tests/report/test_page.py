@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,9 +16,9 @@ from linrnn.core.errors import ConfigError, DataError
 from linrnn.report import write
 from linrnn.report.page import inline
 from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
-from linrnn.report.sentences import on_figures, on_origin, on_runs, opening
-from linrnn.report.tables import of_runs, of_verdicts
-from linrnn.report.targets import judge, parse_target, read_targets, store_targets
+from linrnn.report.sentences import opening
+from linrnn.report.tables import of_verdicts
+from linrnn.report.targets import judge, parse_target, store_targets
 from linrnn.report.verdicts import baseline_of, verdicts
 from linrnn.report.write import Inputs, make_report, write_report
 
@@ -98,22 +97,6 @@ def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> No
     ]
 
 
-def test_of_losses_that_need_the_same_memory_the_report_opens_with_the_fastest() -> None:
-    runs = [*five("compiled"), *five("liger", gib=5, speed=700), *five("cce_kahan", gib=5.05, speed=1100)]
-    *_, last = opening(runs, verdicts(runs))
-    assert last.startswith("cce_kahan uses 50 % less memory than compiled at 1.100 times its speed")
-    failed = run("fla", status="out_of_memory", train_loss_nats=None, tokens_per_second=None)
-    first, *_ = opening([*runs, failed], verdicts([*runs, failed]))
-    assert first.endswith(": 15 finished, 1 out of memory.")
-
-
-def test_one_loss_alone_is_compared_with_nothing() -> None:
-    assert opening([run("liger")], verdicts([run("liger")]))[1:] == [
-        "loss=liger; there is no other run to compare it with.",
-        "gla-liger-8-s0 reached a training loss of 5.0000 nats, 10.00 GiB at its peak, 1,000 tokens/s.",
-    ]
-
-
 def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
     cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
     runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
@@ -168,12 +151,6 @@ def test_a_wrong_target_is_refused_with_what_is_right(entry: dict[str, Any], wor
     with pytest.raises(ConfigError) as refused:
         parse_target(entry)
     assert words in refused.value.remedy
-
-
-def test_a_group_without_targets_has_none(tmp_path: Path) -> None:
-    store_targets([LOSS], tmp_path)
-    assert [target.asked for target in read_targets(tmp_path)] == ["within ±0.0100"]
-    assert read_targets(tmp_path / "elsewhere") == []
 
 
 @pytest.mark.parametrize(
@@ -324,66 +301,3 @@ def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
     assert len(re.findall("<script>", text)) == 1
     assert not re.findall("<[ibu]>", text)
     assert str(inline("**a** <b> `c`")) == "<strong>a</strong> &lt;b&gt; <code>c</code>"
-
-
-def test_a_remark_on_a_failure_names_the_run_and_the_reason() -> None:
-    runs = [run("liger", seed=seed, status="diverged", reason="the loss is nan at step 9") for seed in (0, 1)]
-    assert on_runs(runs) == [f"gla-liger-8-s{seed}: diverged: the loss is nan at step 9" for seed in (0, 1)]
-
-
-def test_the_speed_of_runs_that_did_not_finish_is_labelled_by_their_own_clock() -> None:
-    nothing = dict.fromkeys(("tokens_per_second", "tokens_per_second_is", "step_time_ms_median", "device"))
-    failed = run("compiled", **nothing, status="failed", run_name="a-s0")
-    interrupted = run("compiled", device="cpu", status="interrupted", run_name="b-s0")
-    for runs, speed, sentence in (
-        ([failed], "tokens/s, not measured", "Tokens/s are not measured"),
-        ([failed, interrupted], "tokens/s, wall clock", "Tokens/s are by wall clock"),
-    ):
-        columns = of_runs(runs).columns
-        assert (speed in columns, "step, ms" in columns, sentence in on_figures(runs)) == (True, True, True)
-
-
-def test_a_report_of_runs_that_never_started_says_so_and_prints_no_none() -> None:
-    failed = Run(run("compiled", status="failed").summary, {})
-    assert on_origin([failed]) == ["device, commit and versions are not recorded, because no run started"]
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
-def test_a_heading_sorts_its_table(page: Path, tmp_path: Path) -> None:
-    """Node runs the page's own script on a table of plain objects that behave like a browser's."""
-    read = Page(page.read_text())
-    [script] = [text for text in read.texts["script"] if text.strip()]
-    program = tmp_path / "sort.js"
-    program.write_text(
-        script
-        + """
-const cells = (texts) => texts.map((textContent) => ({ textContent }));
-const heading = (isNumber) => ({
-  attributes: { "aria-sort": "none" },
-  classList: { contains: () => isNumber },
-  addEventListener(_, act) { this.click = act; },
-  getAttribute(name) { return this.attributes[name]; },
-  setAttribute(name, value) { this.attributes[name] = value; },
-});
-const heads = [heading(false), heading(true)];
-const body = { rows: [["b10", "1,200"], ["b9", "-"], ["a", "-3.5%"], ["c", "0.97 to 1.1"], ["d", "1.5e3"]]
-  .map((texts) => ({ cells: cells(texts) })), append(...rows) { this.rows = rows; } };
-makeSortable({ tHead: { rows: [{ cells: heads }] }, tBodies: [body] });
-const seen = [];
-for (const column of [1, 1, 0, 1]) {
-  heads[column].click();
-  seen.push([body.rows.map((row) => row.cells[0].textContent), heads.map((one) => one.attributes["aria-sort"])]);
-}
-console.log(JSON.stringify(seen));
-""",
-        encoding="utf-8",
-    )
-    done = subprocess.run(["node", str(program)], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    up = ["a", "c", "b10", "d", "b9"]
-    assert json.loads(done.stdout) == [
-        [up, ["none", "ascending"]],
-        [["d", "b10", "c", "a", "b9"], ["none", "descending"]],
-        [["a", "b9", "b10", "c", "d"], ["ascending", "none"]],
-        [up, ["none", "ascending"]],
-    ]

@@ -3,13 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from matplotlib import pyplot
 
 from linrnn.losses import loss_names
-from linrnn.models.facts import model_in_words
 from linrnn.report import plots
-from linrnn.report.plot_style import LOSSES, in_words, looks
+from linrnn.report.plot_style import LOSSES, looks
 from linrnn.report.runs import read_committed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,15 +31,6 @@ def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
     assert next(iter(found)) == "cce_kahan accumulate=bf16", "legends keep the order"
     many = looks(["cce_kahan", *(f"cce_kahan workspace_mib={2**k}" for k in range(11))]).values()
     assert len({(look.colour, look.filling) for look in many}) == len({(look.colour, look.dash) for look in many}) == 12
-
-
-def test_losses_and_models_are_named_in_words() -> None:
-    assert in_words("compiled") == "compiled (torch.compile)"
-    assert in_words("cce_kahan accumulate=bf16") == "cce_kahan (ours, exact) accumulate=bf16"
-    assert in_words("liger") == "liger"
-    assert model_in_words("gla", "1b3", 1_740_000_000) == "GLA 1b3 (1.7 B parameters)"
-    assert model_in_words("kda", "mve", 10_291_200) == "KDA mve (10 M parameters)"
-    assert model_in_words("gla", "smoke", 461_696) == "GLA smoke (0.46 M parameters)"
 
 
 def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> None:
@@ -70,23 +59,4 @@ def test_speeds_of_several_seeds_have_an_interval() -> None:
     assert figure.axes[0].get_ylim()[0] == 0
     tick = figure.axes[0].yaxis.get_major_formatter()
     assert [tick(value) for value in (2.5, 1200.0)] == ["2.5", "1,200"]
-    pyplot.close(figure)
-
-
-def test_bars_of_memory_end_at_the_peak_where_the_loss_layer_is_the_peak() -> None:
-    runs = [run for run in read_committed(SUMMARIES / "phase2_expandable") if run.summary["loss"] == "standard"]
-    figure = plots.memory_parts(runs)
-    peaks = sorted(run.summary["peak_memory_bytes"] / 2**30 for run in runs)
-    ends = sorted(patch.get_x() + patch.get_width() for patch in figure.axes[0].patches)
-    assert ends[-1] == pytest.approx(peaks[-1], rel=1e-3)
-    pyplot.close(figure)
-
-
-def test_a_plot_over_batches_leaves_out_losses_with_one_batch_and_panels_without_a_line() -> None:
-    runs = read_committed(SUMMARIES / "largest_h100_gated_deltanet")
-    figure = plots.scaling([run for run in runs if run.finished], "batch_size")
-    [axes] = [axes for axes in figure.axes if axes.axison]
-    assert axes.get_title() == "Gated DeltaNet 1b3 (1.7 B parameters), full checkpointing"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["cce_kahan (ours, exact)"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["75", "84"]
     pyplot.close(figure)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from made_up_runs import BLOCKS, ELSEWHERE, FIVE_SEEDS, FLOAT8, GIB, HERE, answer, five, only, run, trained
-from matplotlib import pyplot
 
 from linrnn.report import plots, write
 from linrnn.report.curves import largest_difference
@@ -18,7 +17,6 @@ from linrnn.report.targets import Target, Verdict
 from linrnn.report.write import write_report
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
-from linrnn.runs.origins import read_origin
 from study.criteria import CRITERIA
 from study.criteria import verdicts as judged
 from study.line_ratios import ratio_of_means
@@ -98,18 +96,6 @@ def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> 
     assert perplexity.remark == "±0.1 needs about 25 pairs at this scatter", "(1.645 x 0.3 / 0.1)² = 24.4"
     valid = verdict_on(found, VALID_LOSS)
     assert (valid.verdict, valid.n, valid.remark) == ("reached", 5, "")
-
-
-def test_the_final_loss_of_a_larger_model_is_judged_and_says_how_many_pairs_its_margin_needs() -> None:
-    drifts = (0.03, -0.03, 0.03, -0.03, 0.0)
-    ours = [run("cce_kahan", seed=s, size="350m", nats=5 + d) for s, d in enumerate(drifts)]
-    base = [run("compiled", seed=s, size="350m") for s in range(5)]
-    found = judged([*base, *ours])
-    for criterion in (FINAL_LOSS, VALID_LOSS):
-        verdict = verdict_on(found, criterion)
-        assert verdict.verdict == "inconclusive"
-        assert verdict.remark == "±0.01 needs about 25 pairs at this scatter", "(1.645 x 0.03 / 0.01)² = 24.4"
-    assert not [v for v in found if v.target == MVE_LOSS]
 
 
 def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
@@ -192,14 +178,6 @@ def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side() -> N
         runs = [*five("compiled", **times), *five("cce_kahan", speed=speed, **times)]
         found = verdict_on(judged(runs), SPEED)
         assert (found.verdict, found.remark) == (verdict, words)
-
-
-def test_the_bound_of_a_free_loss_is_that_of_the_wall_clock_where_steps_were_timed_by_it() -> None:
-    times: dict[str, Any] = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}, "step_time_ms_median": 4.0}
-    times |= {"wall_step_ms": 10.0, "host_step_ms": 6.0}
-    runs = [*five("compiled", **times), *five("cce_kahan", speed=1300, **times)]
-    found = verdict_on(judged(runs), SPEED)
-    assert found.remark == "beyond what a free loss would give (1.250): noise; CPU-bound"
 
 
 def test_speed_and_memory_on_a_cpu_are_no_answer() -> None:
@@ -372,32 +350,11 @@ def test_blocks_that_are_executed_differently_are_judged_apart() -> None:
     assert [v.value for v in found] == [pytest.approx(0.001), pytest.approx(0.002)]
 
 
-@pytest.mark.usefixtures("text_alone")
-def test_the_bound_of_a_free_loss_comes_from_the_runs_own_times(tmp_path: Path) -> None:
-    times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.15}, "step_time_ms_median": 1.0}
-    runs = [run("compiled", **times), run("liger", **times), run("compiled", seed=1, **times)]
-    lines = write_report(runs, tmp_path, "g")[0].read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if "speed of a step without it" in line)
-    row = "| gla | {} | none | 8 | 2048 | 32,000 | 20.0% | 1.250 x |"
-    assert lines[at + 2 : at + 5] == [row.format("compiled"), row.format("liger"), ""]
-
-
 def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
     options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
     summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
     assert backend_names(summaries) == ["cce_kahan accumulate=kahan", "cce_kahan accumulate=fp32", "standard"]
     assert backend_names(summaries[1:]) == ["cce_kahan", "standard"]
-
-
-def test_the_curve_of_a_run_that_ended_early_is_drawn_over_the_steps_that_it_has() -> None:
-    def course(loss: str, steps: int, nats: float) -> Run:
-        status = {"status": "failed", "data_fingerprint": None} if steps < 80 else {}
-        found = run(loss, steps=steps, training="schedule.steps=80", **status)
-        return replace(found, curves={LOSS: [(step, nats + 1 / step) for step in range(1, steps + 1)]})
-
-    figure = plots.loss_curves([course("cce_kahan", 70, 4.998), course("compiled", 80, 5.0)])
-    assert max(figure.axes[1].lines[0].get_xdata()) == 70
-    pyplot.close(figure)
 
 
 @pytest.mark.usefixtures("text_alone")
@@ -470,13 +427,6 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> No
     text = (tmp_path / "report" / "report.md").read_text()
     assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in device; no result counts it**" in text
     assert "| finished, a mixture |" in text
-
-
-def test_a_process_that_trained_no_step_is_no_origin_of_the_run() -> None:
-    first, idle = {**HERE, "from_step": 0, "to_step": 60}, {**ELSEWHERE, "from_step": 60, "to_step": 60}
-    assert read_origin({"processes": [first, idle]})[1] == ()
-    assert read_origin({"processes": [first, {**idle, "to_step": None}]})[1] == ("device",)
-    assert read_origin(HERE) == read_origin({"processes": [first]}), "a committed report has one flat entry"
 
 
 @pytest.mark.usefixtures("text_alone")

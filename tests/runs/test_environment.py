@@ -156,7 +156,6 @@ def test_a_command_names_this_repositorys_scripts_by_their_place_in_it(script, s
         ("results_dir=/scratch/r", "results_dir=results"),
         ("init_from=/scratch/r/phase1/a", "init_from=results/phase1/a"),
         ("data.path=/data/a.txt", "data.path=/data/a.txt"),
-        ("model=gla", "model=gla"),
     ],
 )
 def test_a_command_names_paths_relative_to_the_repository(argument, shown, monkeypatch):

@@ -105,15 +105,6 @@ def test_a_notebook_is_stored_with_what_the_committed_results_say(
     assert "made on NVIDIA H" in "\n".join(stored)
 
 
-def test_text_that_the_kernel_sends_in_pieces_is_one_output(kernel: KernelManager, tmp_path: Path) -> None:
-    """The kernel sends what was printed after 0.2 s, in the middle of a line as well."""
-    source = "import IPython\nprint('a', end='', flush=True)\nprint('b')\nIPython.display.display(1)\nprint('c')"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    execute(notebook, tmp_path, kernel)
-    [cell] = notebook.cells
-    assert [output.get("text") or output["data"]["text/plain"] for output in cell.outputs] == ["ab\n", "1", "c\n"]
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_the_text_of_a_notebook_states_no_number_that_no_cell_shows(name: str) -> None:
     notebook = read(name)

@@ -1,7 +1,6 @@
 """The study's pictures are those of the committed rows."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -12,8 +11,6 @@ from study import pictures
 from study.step_parts import step_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-GLA = {"model": "gla", "size": "1b3", "v": 128256, "line": "model=gla", "batch": 8, "seq": 2048, "rounds": 6}
-LOSSES = (("standard", None, None), ("cce_kahan", 400.0, 57.0), ("fla fuse_linear=false", 410.0, 70.0))
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +30,6 @@ def test_the_committed_pictures_say_what_the_rows_say(drawn: list[Path]) -> None
 
     for path in (picture.with_suffix(".svg") for picture in drawn):
         assert words(path) == words(ROOT / "results" / "figures" / path.name), "python -m study.pictures"
-
-
-def test_a_step_is_drawn_with_whatever_losses_the_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(pictures.FOLDERS, "step_by_loss", "made_up")
-    rows = [SimpleNamespace(**GLA, loss=loss, step_ms=ms, peak_gib=gib) for loss, ms, gib in LOSSES]
-    monkeypatch.setattr(pictures, "read_rows_of_steps", lambda _: rows)
-    monkeypatch.setattr(pictures, "read_runs", lambda _: {"a": {"environment": {"gpus": [{"name": "a GPU"}]}}})
-    figure = pictures.step_by_loss(ROOT / "results")
-    times, memory = figure.axes
-    assert [label.get_text() for label in times.get_yticklabels()] == [
-        "eager",
-        "FLA's default loss",
-        "cce_kahan (ours)",
-    ]
-    assert [bar.get_width() for bar in times.patches] == [410.0, 400.0]
-    assert [bar.get_width() for bar in memory.patches] == [70.0, 57.0]
-    assert "FLA's default loss +2.5 %" in figure.get_suptitle()
 
 
 def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:

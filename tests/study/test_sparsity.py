@@ -1,19 +1,14 @@
 """Histograms of softmax entries against their definition."""
 
-import math
-
 import pytest
 import torch
 
 from study.sparsity import (
     BANDS,
     EXPONENTS,
-    FIRST,
     ORDERS,
-    Profile,
     add_histograms,
     bands,
-    markdown,
     mass_of_first,
 )
 
@@ -52,15 +47,3 @@ def test_the_first_entries_have_the_mass_that_their_order_gives_them():
     assert found[ORDERS[0]] == pytest.approx([0.5, 0.9])
     assert found[ORDERS[1]] == pytest.approx([0.1 / 28, 0.4 / 28])
     assert found[ORDERS[2]] == found[ORDERS[0]]  # ties go by index
-
-
-def test_the_table_has_a_line_for_every_band():
-    names = [*BANDS, "all"]
-    flat = {name: [float(k > math.log2(512)) for k in range(EXPONENTS)] for name in names}
-    firsts = {order: [0.25, 0.75] for order in ORDERS}
-    table = markdown([Profile("gla smoke, step_200", 512, 1000, 1.4, flat, flat, firsts)])
-    lines = [line.split("|") for line in table.splitlines() if "step_200" in line]
-    assert [cells[5].strip() for cells in lines[: len(names)]] == names
-    assert [cells[2].strip() for cells in lines[len(names) :]] == list(FIRST)
-    assert "| 0.7500 | 0.7500 | 0.7500 |" in table
-    assert "100.0000" in table

@@ -68,12 +68,6 @@ def test_a_line_is_named_by_what_tells_it_apart() -> None:
     }
 
 
-def test_lines_that_differ_in_length_alone_have_names_of_their_own() -> None:
-    long = "model=gla size=1b3 trainer.batch_size=1 trainer.seq_len=16384"
-    rows = [ROW, replace(ROW, line=long, batch=1, seq=16384)]
-    assert names_of(rows) == {LINE: "GLA 1b3, 8 x 2,048", long: "GLA 1b3, 1 x 16,384"}
-
-
 def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_batches() -> None:
     line = f"{LINE} trainer.activation_checkpointing=none"
     own = [replace(ROW, line=line, loss=loss, batch=batch) for loss, batch in (("compiled", 8), (AGAIN, 8))]

@@ -110,21 +110,6 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_damaged_checkpoints_beyond_the_resumed_step_do_not_crowd_out_good_ones(tmp_path: Path) -> None:
-    model, optimizer = saved(tmp_path, 1, 2, 4, 9)
-    for number in (4, 9):
-        (tmp_path / f"step_{number:08d}" / "rng.safetensors").write_bytes(b"")
-    newest = checkpoint.newest(tmp_path)
-    assert newest == tmp_path / "step_00000002"
-    saver = checkpointer.Checkpointer(tmp_path, keep=2)
-    saver.begin_at(2)
-    for number, kept in ((5, [2, 5]), (9, [5, 9])):
-        saver.save(progress(number), model, optimizer, "seed: 0\n")
-        saver.wait()
-        assert [path.name for path in checkpoint.found(tmp_path)] == [f"step_{step:08d}" for step in kept]
-        assert checkpoint.newest(tmp_path) == tmp_path / f"step_{number:08d}"
-
-
 def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer, "FILE_BYTES", 200)
     model, optimizer = saved(tmp_path, 1)
@@ -162,17 +147,6 @@ def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(
     assert checkpoint.newest(tmp_path) == second
     (second / checkpoint.TENSORS / "more.safetensors").write_bytes(b"")
     assert checkpoint.newest(tmp_path) == first, "a file that was not written with it is read by nobody"
-
-
-def test_a_run_with_damaged_checkpoints_alone_is_refused_as_damaged(tmp_path: Path) -> None:
-    saved(tmp_path / "checkpoints", 1, 2)
-    for path in checkpoint.found(tmp_path / "checkpoints"):
-        (path / "rng.safetensors").write_bytes(b"")
-    named = r"has only damaged checkpoints \(step_00000001, step_00000002\)"
-    with pytest.raises(DataError, match=named) as error:
-        checkpoint.required("checkpoint", str(tmp_path))
-    assert error.value.exit_code == 3
-    assert "name another one" in error.value.remedy
 
 
 def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(

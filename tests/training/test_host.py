@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from linrnn.config import load_config
-from linrnn.core.errors import DivergedError, InterruptedRun, RankFailedError
+from linrnn.core.errors import DivergedError, InterruptedRun
 from linrnn.distributed import DistributedRanks, Launch, Ranks
 from linrnn.distributed.ranks import ReplicatedRanks
 from linrnn.training.checkpoint import found
-from linrnn.training.run_log import RunLog, StepRecord
+from linrnn.training.run_log import StepRecord
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -189,17 +188,3 @@ def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small:
 
 
 # ---------------------------------------------------------------------------------------------------- a lost rank
-def test_the_summary_of_a_lost_rank_counts_the_steps_of_all_ranks(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank alone would take 8 steps for these tokens, beyond the schedule's end."""
-    options = ("parallel=ddp", "trainer.max_tokens=64", "trainer.batch_size=1", "trainer.seq_len=8", "schedule.steps=4")
-    config = load_config(small(*options, "trainer.max_steps=null"))
-    plan: Any = SimpleNamespace(config=config, world_size=2, tokens_per_step=16)
-    directory: Any = SimpleNamespace(path=Path("x"), started="yesterday")
-    log, summary = RunLog.__new__(RunLog), dict[str, Any]()
-    log._plan, log._directory, log._ranks = plan, directory, Ranks()
-    monkeypatch.setattr(log, "write_summary", lambda step, written: summary.update(written))
-    log.write_lost_summary(3, RankFailedError("rank 1 stopped", "see its output", 6))
-    assert (summary["status"], summary["steps"], summary["tokens"]) == ("diverged", 3, 48)
-    assert "schedule.steps=4 " in summary["training"]

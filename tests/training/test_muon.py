@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.costs.flops import update_flops
-from linrnn.experiments.breakdown import markdown, measure
 from linrnn.training.checkpointer import foreseen_bytes
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
@@ -108,20 +107,3 @@ def test_newton_schulz_is_counted_as_torch_multiplies(small: Small) -> None:
     with FlopCounterMode(display=False) as counter:
         trainer.optimizer.step()
     assert counter.get_total_flops() == update_flops(trainer.architecture, trainer.config.optimizer)
-
-
-def test_the_breakdown_says_what_the_update_takes(small: Small) -> None:
-    trainer = built(small, "trainer.max_steps=9")
-    breakdown = measure(trainer, "a name", warmup_steps=1, steps=1)
-    config, arch = trainer.config.optimizer, trainer.architecture
-    assert breakdown.memory["optimizer"]["measured"] is not None
-    row = breakdown.memory["optimizer"]
-    assert row["formula"] <= row["measured"] <= row["formula"] + 4 * 100, "and step counts"  # type: ignore[operator]
-    assert breakdown.flops is not None
-    assert breakdown.flops["optimizer"] == {"update": update_flops(arch, config)}
-    assert update_flops(arch, config) > 0  # type: ignore[operator]
-    text = markdown(breakdown)
-    assert "optimizer muon" in text
-    assert "| optimizer: " in text
-    adamw = load_config().optimizer
-    assert update_flops(arch, adamw) == 0

@@ -92,17 +92,16 @@ def test_cosine_starts_at_one_after_the_warmup_and_halves_midway():
     assert got[2:] == sorted(got[2:], reverse=True)
 
 
-def test_linear_falls_by_equal_steps_after_the_warmup():
-    got = multipliers(10, "linear", min_lr_ratio=0.2)
-    assert got == pytest.approx([0.5, 1, *(1 - 0.8 * step / 8 for step in range(8))])
-
-
-def test_wsd_is_flat_then_falls_linearly_over_the_decay_fraction():
-    assert multipliers(10, "wsd", decay_fraction=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325])
-
-
-def test_constant_stays_at_the_peak_and_no_warmup_starts_there():
-    assert multipliers(4, "constant", warmup_steps=0) == [1, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("total", "name", "options", "expected"),
+    [
+        (10, "linear", {"min_lr_ratio": 0.2}, [0.5, 1, *(1 - 0.8 * step / 8 for step in range(8))]),
+        (10, "wsd", {"decay_fraction": 0.4}, [0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325]),
+        (4, "constant", {"warmup_steps": 0}, [1, 1, 1, 1]),
+    ],
+)
+def test_the_other_schedules_by_hand(total, name, options, expected):
+    assert multipliers(total, name, **options) == pytest.approx(expected)
 
 
 def test_default_warmup_is_a_tenth_of_the_run_whatever_its_length():

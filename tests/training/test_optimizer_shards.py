@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrnn.config import load_config
 from linrnn.training.optimizer import build_optimizer, clip_gradients
@@ -35,19 +33,6 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
         cut.grad = distribute_tensor(3 * torch.randn_like(parameter), mesh, [Shard(0)])
         setattr(layer, name, cut)
     return layer
-
-
-class DTensorOperations(TorchDispatchMode):
-    """The names of the operations that got a DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_adamw_on_own_rows_takes_torchs_steps(mesh: DeviceMesh) -> None:
@@ -83,16 +68,6 @@ def test_sharded_and_whole_gradients_are_not_mixed(mesh: DeviceMesh) -> None:
     for parameters in ([whole, *layer.parameters()], [*layer.parameters(), whole]):
         with pytest.raises(TypeError, match="some gradients are sharded"):
             clip_gradients(parameters, 1.0)
-
-
-def test_no_operation_of_a_step_describes_dtensors(mesh: DeviceMesh) -> None:
-    layer = sharded(mesh)
-    optimizer = build_optimizer(layer, load_config().optimizer, CPU)
-    optimizer.step()  # makes the moments
-    with DTensorOperations() as seen:
-        clip_gradients(layer.parameters(), 1.0)
-        optimizer.step()
-    assert seen.names == []
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, DivergedError
-from linrnn.core.interrupts import SIGNALS
 from linrnn.training import trainer as trainer_module
 from linrnn.training.checkpoint import TENSORS, found
 from linrnn.training.evaluation import Evaluation
@@ -66,7 +65,7 @@ def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
     return trainer.directory.path
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_run_continues_bit_for_bit(
     number: signal.Signals, small: Callable[..., list[str]], unbroken: Path, tmp_path: Path
 ) -> None:

@@ -180,23 +180,6 @@ def test_continue_from_asks_for_the_same_tokenizer(texts: Callable[[str], list[s
     assert f"data.tokenizer={first.directory.path}/tokenizer.json" in error.value.remedy
 
 
-def test_a_tokenizer_whose_end_token_only_its_settings_name_is_named_so_that_it_fits(
-    texts: Callable[[str], list[str]], tmp_path: Path
-) -> None:
-    first = fitted(texts("cats"))
-    own = tmp_path / "own"
-    shutil.copytree(first.directory.path, own)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "x"}
-    (own / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    run = fitted([*texts("cats"), f"data.tokenizer={own}"])
-    other = [*texts("dogs"), f"init_from={run.directory.path}"]
-    with pytest.raises(ConfigError) as error:
-        Trainer(load_config(other))
-    assert error.value.remedy == f"use data.tokenizer={run.directory.path}/tokenizer.json"
-    for remedy in (error.value.remedy.removeprefix("use "), f"data.tokenizer={run.directory.path}"):
-        assert Trainer(load_config([*other, remedy])).data.tokenizer.eos_token == "x"
-
-
 def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vocabulary(
     small: Small, texts: Callable[[str], list[str]], tmp_path: Path
 ) -> None:

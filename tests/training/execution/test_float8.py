@@ -43,18 +43,6 @@ def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing
         assert (type(layer) is nn.Linear) == (too_small or odd)
 
 
-@pytest.mark.parametrize(("rank", "converted"), [(128, True), (136, False)])
-def test_a_shared_projection_multiplies_in_float8_if_its_rank_fits(rank: int, converted: bool, small: Small) -> None:
-    size = ("size.hidden_size=256", "size.layer_parameters_per_d2=16", "size.mixers.transformer.num_heads=8")
-    trainer = Trainer(load_config(small("model=transformer", *size, f"model.shared_projection_rank={rank}", BLOCKS)))
-    called: list[str] = []
-    for name, layer in trainer.model.mixers[0].qkv.named_children():  # type: ignore[union-attr]
-        assert (type(layer).__name__ == "Float8Linear") == converted, name
-        layer.register_forward_hook(lambda *_, name=name: called.append(name))
-    trainer.model(torch.zeros(1, 64, dtype=torch.int64))
-    assert sorted(called) == ["down", "k", "q", "v"]
-
-
 def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(
     small: Small, capsys: pytest.CaptureFixture[str]
 ) -> None:

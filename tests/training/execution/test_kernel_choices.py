@@ -90,14 +90,6 @@ def test_a_loss_that_compiles_its_kernels_is_called_before_the_first_step_as_in_
     assert calls[0] == calls[-1]
 
 
-def test_a_run_begins_with_the_mode_that_it_names(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-    monkeypatch.setattr(tuning, "use", modes.append)
-    for mode in ("stored", "first", "strict", "tune"):
-        Trainer(load_config(small(f"trainer.kernel_choices={mode}")))
-    assert modes == ["stored", "first", "strict", "tune"]
-
-
 @pytest.mark.parametrize("reset", ["false", "true"])
 def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
