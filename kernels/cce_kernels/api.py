@@ -23,6 +23,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
+    target_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -76,6 +77,12 @@ def linear_cross_entropy(
             z_loss, is multiplied by the weight of its target; with a shift these are token_weights[..., shift:].
             Weights may be negative. They get no gradient. Weights of ignored targets are not used. LSE and metrics
             have no weights.
+        target_weights: (..., K), or None. targets are then (..., K): a row's loss is Σ_k w_k l_k, each l_k the loss
+            with the target k alone. Without z_loss that is (Σ_k w_k) · LSE − Σ_k w_k · logit_k: soft labels, whose
+            weights need not sum to 1. The mean is over the rows with a target that is not ignored. Weights may be
+            negative, and get no gradient. Put the likeliest target of a row first: accuracy means the first one that
+            is not ignored. Takes 32 bytes a target beside the workspace. Cannot combine with filter_eps,
+            token_weights, or a DTensor e.
         ignore_index: targets with this value add nothing to the loss and the gradients.
         reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none" for the row losses
             (...). With token_weights w the mean of losses l is Σ w l / Σ w, both sums over the targets that are not
@@ -140,16 +147,16 @@ def linear_cross_entropy(
         "filter_c": filter_c, "filter_if_faster": filter_if_faster, "accumulate": accumulate,
         "workspace_mib": workspace_mib,
     }  # fmt: skip
-    if any_distributed(e, c, targets, bias, token_weights):
+    if any_distributed(e, c, targets, bias, token_weights, target_weights):
         return loss_of_dtensors(
             linear_cross_entropy, e, c, targets, bias, token_weights, main_grad_c, ignore_index=ignore_index,
             reduction=reduction, shift=shift, return_lse=return_lse, return_metrics=return_metrics,
-            return_stats=return_stats, preset=preset, **numbers,
+            return_stats=return_stats, preset=preset, target_weights=target_weights, **numbers,
         )  # fmt: skip
     inputs, call, shape = checked(
         e, c, targets, bias, token_weights, main_grad_c, numbers, preset=preset, ignore_index=ignore_index,
         reduction=reduction, shift=shift, return_lse=return_lse, return_metrics=return_metrics,
-        return_stats=return_stats,
+        return_stats=return_stats, target_weights=target_weights,
     )  # fmt: skip
     loss, lse, metrics = cross_entropy(inputs, call)
     loss = of_targets(loss, shape, shift) if reduction == "none" else loss

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .backends import refuse_device
 from .filter.rule import FilterStats
 from .options import NAMES, Call, Inputs, Options, Place
+from .row_math import IGNORED, OUTSIDE, target_columns
 from .runtime.devices import without_values
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,6 +58,7 @@ def checked(
     return_metrics: bool = False,
     return_stats: bool = False,
     place: Place | None = None,
+    target_weights: Tensor | None = None,
 ) -> tuple[Inputs, Call, torch.Size]:
     """The tensors of a call with rows in one dimension, all else about it, and the shape of the targets (...).
 
@@ -69,9 +71,18 @@ def checked(
     o = make_options(preset, options)
     check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
     vocab = 0 if place is None else sum(place.shards)
+    given, every_target, every_weight = targets, None, None
+    if target_weights is not None:
+        _check_target_weights(e, targets, target_weights, token_weights, o)
+        targets = targets[..., 0]
     targets, ignore_index = check_inputs((e, c, targets, bias, main_grad_c), ignore_index, reduction, shift, vocab)
     weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
-    if shift:  # moves the targets instead of e, which would need a copy of e
+    if target_weights is not None:
+        targets, every_target, every_weight = _first_targets(
+            given, target_weights, ignore_index, shift, vocab or c.shape[0]
+        )
+        weights = every_weight.sum(dim=1)
+    elif shift:  # moves the targets instead of e, which would need a copy of e
         targets = shifted(targets, shift, ignore_index)
     wanted = torch.is_grad_enabled()
     needs = wanted and e.requires_grad, wanted and c.requires_grad, wanted and bias is not None and bias.requires_grad
@@ -79,6 +90,7 @@ def checked(
     inputs = Inputs(
         e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, targets if targets.dim() == 1 else targets.reshape(-1),
         bias, main_grad_c if needs[1] else None, FilterStats.empty(e.device) if return_stats else None, weights,
+        every_target, every_weight,
     )  # fmt: skip
     call = Call(
         o, _product_dtype(e, c), ignore_index, reduction if place is None else "none", uniform,
@@ -202,7 +214,8 @@ def _check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: in
     if e.dim() < 1 or c.dim() != 2 or e.shape[-1] != c.shape[1] or 0 in c.shape:
         raise ValueError(f"c: must be (V, D) for e (..., D), none of them 0, got {_sizes(c)} for {_sizes(e)}")
     if targets.shape != e.shape[:-1]:
-        raise ValueError(f"targets: must be {_sizes(e[..., 0])} like e without D, got {_sizes(targets)}")
+        several = "; several targets a row need target_weights" if targets.shape[:-1] == e.shape[:-1] else ""
+        raise ValueError(f"targets: must be {_sizes(e[..., 0])} like e without D, got {_sizes(targets)}{several}")
     if targets.device != e.device:
         raise ValueError(f"targets: is on {targets.device}, e on {e.device}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -216,13 +229,59 @@ def _check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: in
     check_reduction_and_shift(reduction, shift, targets)
     # Widened first, because a narrower dtype may not hold ignore_index.
     targets = targets.long()
+    _refuse_outside(targets, ignore_index, vocab or c.shape[0])
+    return targets, ignore_index
+
+
+def _refuse_outside(targets: Tensor, ignore_index: int, vocab: int) -> None:
+    """Raise a ValueError for a target outside the vocabulary, on the CPU."""
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and not without_values(targets):
-        vocab = vocab or c.shape[0]
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():
             first = targets[outside][0].item()
             raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
-    return targets, ignore_index
+
+
+def _check_target_weights(e: Any, targets: Any, target_weights: Any, token_weights: Any, o: Options) -> None:
+    """Raise an error if several targets a row and their weights do not fit, or meet what they cannot combine with."""
+    check_tensor("e", e)
+    check_tensor("targets", targets)
+    check_weights("target_weights", target_weights)
+    if targets.dim() != e.dim() or targets.shape[:-1] != e.shape[:-1] or not targets.shape[-1]:
+        raise ValueError(
+            f"targets: must be {_sizes(e[..., 0])} and K with target_weights, at least one a row, got {_sizes(targets)}"
+        )
+    if target_weights.shape != targets.shape:
+        raise ValueError(f"target_weights: must be {_sizes(targets)} like targets, got {_sizes(target_weights)}")
+    if target_weights.device != targets.device:
+        raise ValueError(f"target_weights: is on {target_weights.device}, targets on {targets.device}")
+    if token_weights is not None:
+        raise ValueError(
+            "token_weights: cannot combine with target_weights; give target_weights * token_weights[..., None]"
+        )
+    if o.filter_eps is not None:
+        raise ValueError("target_weights: cannot combine with a filter (filter_eps); give preset='cce_kahan'")
+
+
+def _first_targets(
+    targets: Tensor, weights: Tensor, ignore_index: int, shift: int, vocab: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's first target (...) that is not ignored; all targets' columns (N, K), that one first; their weights.
+
+    An ignored target has the weight 0, and one outside the vocabulary NaN.
+    """
+    targets, weights = targets.long(), weights.float()
+    _refuse_outside(targets, ignore_index, vocab)
+    if shift:
+        targets, weights = shifted(targets.mT, shift, ignore_index).mT, shifted(weights.mT, shift, 0).mT
+    first = (targets != ignore_index).int().argmax(dim=-1)
+    places = torch.arange(targets.shape[-1], device=targets.device).expand_as(targets)
+    places = places.scatter(-1, first[..., None], 0)  # the first target there changes places with this one
+    places[..., 0] = first
+    targets, weights = targets.gather(-1, places), weights.gather(-1, places)
+    columns = target_columns(targets, ignore_index, vocab)
+    weights = weights.masked_fill(columns == IGNORED, 0.0).masked_fill(columns == OUTSIDE, torch.nan)
+    return targets[..., 0], columns.flatten(0, -2).contiguous(), weights.flatten(0, -2).contiguous()
 
 
 def refuse_transforms(*gradients: Tensor | None) -> None:

@@ -23,12 +23,13 @@ from .backends import backend_of, refuse_given_back, restored
 from .filter.rule import FilterStats, Rule
 from .options import Call, Inputs
 from .parallel.rows import AllRows, upstream_of_all
-from .parallel.sharding import Reduced, Spread, chunk_rows
+from .parallel.sharding import Gathered, Reduced, Spread, chunk_rows
 from .planner import Plan, Problem, skips_ignored
 from .row_math import Operands, assemble_loss, reduce_loss, where_it_counts, without_rows
 from .runtime.devices import kernels_on, without_values
 from .runtime.interpreter import INTERPRETED
 from .saved import GradientSums, Saved
+from .several_targets import Several
 
 # torch knows operators by name. A second copy of this package (a Hub kernel) must not replace these. A graph that
 # torch.compile keeps on disk holds the plan of one backend, and must not be found by the other.
@@ -96,18 +97,20 @@ def _forward(x: Inputs, call: Call) -> Results:
             here = standing = columns
         else:
             e, c, columns, here, standing, z_target = ranks.e, ranks.c, ranks.columns, ranks.here, ranks.standing, None
+        several = _several(x, None if ranks is None else ranks.spread)
         held = sums = None
         lists: Sequence[Tensor] = ()
         if rows and ranks is None:
             found, held, sums = backend.three_products.forward(
                 e, c, columns, rows, _stored_dtypes(x, call), call.with_metrics, o, z_target=z_target,
                 with_lse=call.with_lse, weights=x.weights, bias=bias, skip=_skips(x, call),
+                several=several,
             )  # fmt: skip
         elif rows and ranks is not None:
             here = standing
             found, held, sums = backend.three_products.forward(
                 e, c, here, ranks.spread.chunk, _stored_dtypes(x, call), call.with_metrics, replace(o, z_loss=0.0),
-                ranks.settle(x.weights, o), ranks.arrive, with_lse=call.with_lse, bias=bias,
+                ranks.settle(x.weights, o), ranks.arrive, with_lse=call.with_lse, bias=bias, several=several,
             )  # fmt: skip
         elif plan is not None and plan.capacity:
             found, lists = backend.select.forward(e, c, columns, plan.capacity, call.with_metrics, o, z_target)
@@ -115,10 +118,12 @@ def _forward(x: Inputs, call: Call) -> Results:
             found = backend.forward(e, c, bias, standing, call.with_metrics, o, z_target)
             found = found if ranks is None else ranks.whole(found)
         losses, lse, metrics, mine = assemble_loss(found, columns, o), found.lse, found.metrics, columns
+        if several is not None:
+            losses = several.losses(losses, found, backend.logits_at(e, c, bias, several.columns, o), o)
         if ranks is not None and ranks.spread.own:
             losses, lse, mine = (ranks.spread.mine(of_all) for of_all in (losses, lse, columns))
             metrics = None if metrics is None else ranks.spread.mine(metrics.T).T.contiguous()
-        loss, counted = backend.reduce_loss(losses, mine, call.reduction, x.weights)
+        loss, counted = backend.reduce_loss(losses, mine, call.reduction, x.weights if several is None else None)
     if plan is None:
         return Results(loss, lse, metrics, None, None)
     # A custom operator must not return an input, nor one tensor twice.
@@ -127,6 +132,17 @@ def _forward(x: Inputs, call: Call) -> Results:
         None if e is x.e else e, None if c is x.c else c, held, sums, lists,
     )  # fmt: skip
     return Results(loss, lse, metrics, saved, plan)
+
+
+def _several(x: Inputs, spread: Spread | None) -> Several | None:
+    """The targets of all ranks' rows; None if each row has one."""
+    columns, weights = x.every_target, x.every_weight
+    if columns is None or weights is None:
+        return None
+    if spread is None:
+        return Several(columns, weights)
+    columns, weights = (Gathered(spread, every).all() for every in (columns, weights))
+    return Several(spread.columns(columns), weights, spread.group)
 
 
 def _fake_forward(x: Inputs, call: Call) -> Results:
@@ -148,11 +164,13 @@ def _fake_forward(x: Inputs, call: Call) -> Results:
         chunk = plan.rows if place is None else chunk_rows(plan.rows, len(place.shards), place.own)
         held, sums = backend.three_products.empty_state(
             e, x.c, chunk, _stored_dtypes(x, call), plan.options(call.options), with_lse=call.with_lse,
-            skip=_skips(x, call),
+            skip=_skips(x, call), targets=1 if x.every_target is None else x.every_target.shape[1],
         )  # fmt: skip
     elif plan.capacity:
         lists = backend.select.empty_lists(x.targets, int(dim), int(vocab), plan.capacity, plan.options(call.options))
-    counted = (x.targets if x.weights is None else lse).new_empty(()) if call.reduction == "mean" else None
+    counted = None
+    if call.reduction == "mean":
+        counted = (x.targets if x.weights is None or x.every_target is not None else lse).new_empty(())
     columns, here = x.targets.new_empty(all_rows), None if place is None else x.targets.new_empty(all_rows)
     lost = None if plan.rows or plan.capacity else lse.new_empty(all_rows)
     saved = Saved(
@@ -224,9 +242,14 @@ def _backward(
             grad_rows = lse.new_zeros(() if spread is None else lse.shape)
         elif saved.counted is not None:
             grad_rows = backend.mean_gradient(grad_rows, saved.counted)
+        several = _several(x, spread)
+        if several is not None and o.softcap is not None:
+            refuse_given_back(bias=x.bias)
+            z = backend.logits_at(e, c, None if x.bias is None else x.bias.contiguous(), several.columns, o)
+            several = several._replace(slope=1 - (z / o.softcap).square())
         if finish:
-            return _finished(grad_rows, up.lse, x, e, c, saved, call, plan, spread)
-        if x.weights is not None:
+            return _finished(grad_rows, up.lse, x, e, c, saved, call, plan, spread, several)
+        if x.weights is not None and several is None:
             grad_rows = grad_rows * x.weights
         dtypes, grad_lse, same = _dtypes(x, call), up.lse, None
         if spread is not None:
@@ -236,7 +259,14 @@ def _backward(
         vocab = c.shape[0] if spread is None else spread.vocab
         stats = None if x.stats is None else FilterStats(x.stats, backend.filter_figures, vocab, add_up)
         columns = saved.columns
+        added = None
+        if several is not None:
+            grad_targets, grad_rows = grad_rows, grad_rows * several.total
         a, b = backend.row_coefficients(grad_rows, grad_lse, lse, columns, o, saved.lost)
+        if several is not None:
+            added = several.columns, several.gradient(grad_targets, o)
+            if not o.label_smoothing:  # dz gets p − w of the first target at once, so that it is rounded once
+                b, added[1][:, 0] = where_it_counts(grad_targets * several.weights[:, 0], columns), 0
         if plan.capacity:
             operands = Operands(e, c, None, columns, lse, a, b)
             grads = backend.gather.backward(operands, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats)
@@ -260,7 +290,7 @@ def _backward(
             dtypes = (dtypes[0] and torch.float32, *dtypes[1:])
         operands = Operands(e, c, bias, columns, lse, a, b)
         grad_e, grad_c, grad_bias = backend.backward(
-            operands, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy
+            operands, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy, added
         )
         if spread is not None and grad_e is not None:
             reduced = Reduced(spread)
@@ -279,13 +309,13 @@ def _of_entropy(grad: Tensor, entropy: Tensor, columns: Tensor, lost: Tensor | N
 
 def _finished(
     scale: Tensor, grad_lse: Tensor | None, x: Inputs, e: Tensor, c: Tensor, saved: Saved, call: Call, plan: Plan,
-    spread: Spread | None,
+    spread: Spread | None, several: Several | None,
 ) -> Sequence[Any]:  # fmt: skip
     """The finished sums of three products. Of several ranks with rows of their own, this rank's rows of dE."""
     scheme, held, sums, o = backend_of(e).three_products, saved.held, saved.sums, plan.options(call.options)
     assert sums is not None
     grad_e: Any = sums.grad_e
-    finish = partial(scheme.backward, held=held, sums=sums, main_grad_c=x.main_grad_c, o=o)
+    finish = partial(scheme.backward, held=held, sums=sums, main_grad_c=x.main_grad_c, o=o, several=several)
     if spread is None:
         finish(e, c, saved.columns, scale, plan.rows, grad_lse=grad_lse, weights=x.weights)
     else:
@@ -352,14 +382,14 @@ def _keep(ctx, x: Inputs, call: Call, lse: Any, metrics: Any, kept: Sequence[Any
     # Not main_grad_c and stats: both may be written to before and in the backward pass. An alias of a leaf keeps the
     # memory if its .data is replaced before backward, as by DeepSpeed's ZeRO-3.
     ctx.written = x.main_grad_c, x.stats
-    inputs = [t.detach() if t is not None and t.is_leaf else t for t in (x.e, x.c, x.bias, x.weights)]
+    inputs = [t.detach() if t is not None and t.is_leaf else t for t in (x.e, x.c, x.bias, *x[6:])]
     ctx.save_for_backward(*inputs, lse, metrics if call.place is None else None, *kept)
 
 
 def _gradients(ctx, up: Upstream, compute) -> list[Any]:
     """The gradients of e, c and bias in their inputs' dtypes. compute: `_directly` or `_by_operator`."""
-    e, c, bias, weights, lse, metrics, *kept = ctx.saved_tensors
-    call, x = ctx.call, Inputs._make((e, c, lse, bias, *ctx.written, weights))  # targets are not read
+    e, c, bias, weights, every_target, every_weight, lse, metrics, *kept = ctx.saved_tensors
+    call, x = ctx.call, Inputs._make((e, c, lse, bias, *ctx.written, weights, every_target, every_weight))
     plan: Any = ctx.plan or _plan(x, call)
     # A second backward pass recomputes the logits, and so does one of entropies.
     finish = bool(plan.rows) and not ctx.finished and up.metrics is None
@@ -408,20 +438,22 @@ _forward_op = torch.library.custom_op(
     _as_tensors(_forward),
     mutates_args=(),
     schema="(Tensor e, Tensor c, Tensor targets, Tensor? bias, Tensor? main_grad_c, Tensor? stats, Tensor? weights, "
-    "str call) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "Tensor? every_target, Tensor? every_weight, str call) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 _forward_op.register_fake(_as_tensors(_fake_forward))
 
 
 def _backward_as_tensors(
-    grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, weights, lse, metrics, held, sums, handle
-):
+    grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, weights, every_target, every_weight, lse,
+    metrics, held, sums, handle,
+):  # fmt: skip
     """`_backward`, with empty tensors for None, and for sums, which an operator must not return.
 
     sums: those of three products if they are to be finished. They are apart from `held` because torch.compile copies
     every tensor that an operator may write to.
     """
-    call, x = Call.of(handle), Inputs(e, c, lse, bias, main_grad_c, stats, weights)
+    call = Call.of(handle)
+    x = Inputs(e, c, lse, bias, main_grad_c, stats, weights, every_target, every_weight)
     plan, finish = _plan(x, call), bool(sums)
     assert plan is not None
     state = [*held, *sums] if finish or not plan.rows else [*held, *[None] * len(GradientSums._fields)]
@@ -438,15 +470,16 @@ _backward_op = torch.library.custom_op(
     _backward_as_tensors,
     mutates_args=("main_grad_c", "stats", "sums"),
     schema="(Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_metrics, Tensor e, Tensor c, Tensor? bias, "
-    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor? weights, Tensor lse, Tensor? metrics, Tensor[] held, "
-    "Tensor(c!)[] sums, str call) -> (Tensor, Tensor, Tensor)",
+    "Tensor(a!)? main_grad_c, Tensor(b!)? stats, Tensor? weights, Tensor? every_target, Tensor? every_weight, "
+    "Tensor lse, Tensor? metrics, Tensor[] held, Tensor(c!)[] sums, str call) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @_backward_op.register_fake
-def _(grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, weights, lse, metrics, held, sums, handle):
+def _(grad_loss, grad_lse, grad_metrics, e, c, bias, main_grad_c, stats, *_others):
+    *_, lse, _metrics, _held, sums, handle = _others
     call = Call.of(handle)
-    dtype_e, dtype_c, dtype_bias = _dtypes(Inputs(e, c, lse, bias, main_grad_c, stats, weights), call)
+    dtype_e, dtype_c, dtype_bias = _dtypes(Inputs(e, c, lse, bias, main_grad_c, stats, None), call)
     if sums:
         own = call.place is not None and call.place.own
         dtype_e, dtype_c, dtype_bias = dtype_e and torch.float32 if own else None, None, None
@@ -462,7 +495,7 @@ def _setup_operator(ctx, inputs, output) -> None:
 
 def _backward_of_operator(ctx, *upstream):
     grad_e, grad_c, grad_bias = _gradients(ctx, Upstream(*upstream[:3]), _by_operator)
-    return grad_e, grad_c, None, grad_bias, None, None, None, None
+    return grad_e, grad_c, None, grad_bias, *[None] * 6
 
 
 _forward_op.register_autograd(_backward_of_operator, setup_context=_setup_operator)

@@ -133,6 +133,8 @@ class Inputs(NamedTuple):
     main_grad_c: Tensor | None  # (V, D) fp32: dC is added to it
     stats: Tensor | None  # (5,) fp32, written (filter/rule.FilterStats)
     weights: Tensor | None  # (N,) fp32, what each row's loss is multiplied by
+    every_target: Tensor | None = None  # (N, K) int64 and (N, K) fp32: several targets a row (several_targets.py)
+    every_weight: Tensor | None = None
 
 
 class Place(NamedTuple):

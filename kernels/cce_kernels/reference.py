@@ -4,8 +4,8 @@ With z = softcap · tanh((scale · E Cᵀ + bias) / softcap) and LSE_i = log Σ_
 
     LSE_i − (1 − s) z_i,target − s · mean_v z_iv + z_loss · LSE_i²          (s: label smoothing)
 
-times the row's weight. A filter changes gradients alone. It weights the entries of dL/dz as filter/rule.py says, and
-keeps the target's entry.
+times the row's weight. Of several targets a row, each with a weight, it is the weighted sum. A filter changes gradients
+alone. It weights the entries of dL/dz as filter/rule.py says, and keeps the target's entry.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def reference_linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
+    target_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -36,6 +37,7 @@ def reference_linear_cross_entropy(
 
     Args:
         e: (..., D). c: (V, D). targets: (...), integers. bias: (V,) or None. token_weights: (...) or None.
+            target_weights: (..., K) or None; targets are then (..., K).
         dtype: the dtype of all computation. Gradients have the inputs' own dtypes.
         options: the fields of `Options`.
 
@@ -46,6 +48,17 @@ def reference_linear_cross_entropy(
     Raises:
         TypeError, ValueError: reduction, shift or an option has a wrong type or value.
     """
+    if target_weights is not None:
+        each = [
+            reference_linear_cross_entropy(
+                e, c, t, bias=bias, token_weights=w, ignore_index=ignore_index, reduction="none", shift=shift,
+                dtype=dtype, **options,
+            )
+            for t, w in zip(targets.unbind(-1), target_weights.unbind(-1), strict=True)
+        ]  # fmt: skip
+        rows = torch.stack([of_target for of_target, _ in each]).sum(dim=0)
+        counts = (targets != ignore_index).any(dim=-1)[..., shift:].sum().clamp(min=1)
+        return rows if reduction == "none" else rows.sum() / (counts if reduction == "mean" else 1), each[0][1]
     o, shift = Options(**options), as_integer("shift", shift)
     check_reduction_and_shift(reduction, shift, targets)
     if shift:

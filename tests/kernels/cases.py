@@ -41,6 +41,7 @@ class Case:
     peak: float = 0.0  # how much each row's target logit exceeds the others, as in a trained model
     strided: bool = False
     weights: bool = False  # token_weights, of both signs unless the loss is their mean
+    several: int = 0  # targets of a row, with target_weights, if more than one
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -78,6 +79,15 @@ def _variants() -> list[Case]:
                 "reduction": "none",
             },
         ),
+        Case("several", several=3, peak=3),
+        Case("several_rows", several=2, shape=(3, 21), options={"shift": 1, "reduction": "none"}),
+        Case(
+            "several_everything", several=4, shape=(4, 33), peak=6, bias=True, strided=True,
+            options={
+                "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
+                "reduction": "sum", "workspace_mib": 0.5,
+            },
+        ),
         Case("many_chunks_kahan", vocab=1300, weights=True, options={"workspace_mib": 0.5}),
         Case("many_chunks_fp32", vocab=1300, options={"workspace_mib": 0.5, "accumulate": "fp32"}),
     ]  # fmt: skip
@@ -104,8 +114,11 @@ def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     c = normal(case.vocab, case.dim) / case.dim**0.5
     targets = torch.randint(0, case.targets_below or case.vocab, case.shape, generator=g)
     e = normal(*case.shape, case.dim) + case.peak * c[targets]
+    if case.several:  # a row may have a target twice
+        others = torch.randint(0, case.vocab, (*case.shape, case.several - 1), generator=g)
+        targets = torch.cat((targets[..., None], others), dim=-1)
     if case.ignored:
-        targets[torch.rand(case.shape, generator=g) < case.ignored] = IGNORE
+        targets[torch.rand(targets.shape, generator=g) < case.ignored] = IGNORE
     e, c, targets = e.to(device, case.dtype), c.to(device, case.dtype_c or case.dtype), targets.to(device)
     if case.strided:  # columns of a wider tensor, a transposed parameter, every other target
         e = torch.cat((e, e), dim=-1)[..., case.dim // 2 : case.dim // 2 + case.dim]
@@ -119,24 +132,32 @@ def draw(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
 
 
 def weights_of(case: Case, targets: Tensor) -> dict[str, Tensor]:
-    """The option token_weights of a case, for the targets of `draw`. Those of ignored targets are NaN."""
-    if not case.weights:
+    """token_weights or target_weights of a case, for the targets of `draw`. Those of ignored ones are NaN."""
+    if not (case.weights or case.several):
         return {}
-    weights = torch.randn(case.shape, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(targets.shape, generator=torch.Generator().manual_seed(2))
     if case.options.get("reduction", "mean") == "mean":
         weights = weights.abs() + 0.1
-    return {"token_weights": weights.to(targets.device).masked_fill_(targets == IGNORE, torch.nan)}
+    return {
+        "target_weights" if case.several else "token_weights": weights.to(targets.device).masked_fill_(
+            targets == IGNORE, torch.nan
+        )
+    }
 
 
 def torch_path(
     e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, *, reduction: str = "mean", shift: int = 0,
     softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    token_weights: Tensor | None = None, **_: Any,
+    token_weights: Tensor | None = None, target_weights: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """The loss as usually written in torch: logits in e's dtype, then fp32."""
     weights = torch.ones_like(targets) if token_weights is None else token_weights
+    if target_weights is None:
+        targets, weights = targets[..., None], weights[..., None]
+    else:
+        weights = target_weights
     if shift:
-        e, targets, weights = e[..., :-shift, :], targets[..., shift:], weights[..., shift:]
+        e, targets, weights = e[..., :-shift, :], targets[..., shift:, :], weights[..., shift:, :]
     common = torch.promote_types(e.dtype, c.dtype)
     z = F.linear(e.to(common), c.to(common), None if logit_scale != 1 or bias is None else bias.to(common))
     z = z.float() * logit_scale
@@ -144,13 +165,19 @@ def torch_path(
         z = z + bias
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    z, flat = z.flatten(0, -2), targets.flatten()
-    rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing)
-    weights = weights.flatten().masked_fill(flat == IGNORE, 0)
-    rows = weights * (rows + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square())
+    z, weights = z.flatten(0, -2), weights.masked_fill(targets == IGNORE, 0)
+    rows = torch.zeros_like(z[:, 0])
+    for flat, weight in zip(targets.flatten(0, -2).T, weights.flatten(0, -2).T, strict=True):
+        of_target = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing)
+        rows = rows + weight * (of_target + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square())
     if reduction == "none":
-        return rows.reshape(targets.shape)
-    return rows.sum() if reduction == "sum" else rows.sum() / weights.sum().clamp(min=1e-9)
+        return rows.reshape(targets.shape[:-1])
+    return rows.sum() if reduction == "sum" else rows.sum() / _counted(targets, weights, target_weights is not None)
+
+
+def _counted(targets: Tensor, weights: Tensor, several: bool) -> Tensor:
+    """What a mean is divided by. targets: (..., K), and their weights, 0 where ignored."""
+    return (targets != IGNORE).any(dim=-1).sum().clamp(min=1) if several else weights.sum().clamp(min=1e-9)
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor | None, ...], seed: int = 1) -> list[Tensor]:
@@ -169,14 +196,15 @@ def error(x: Tensor, truth: Tensor) -> float:
 
 def of_operator(
     e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, place: Any = None,
-    *, reduction: str = "mean", return_lse: bool = True, return_metrics: bool = True, **options: Any,
+    *, reduction: str = "mean", return_lse: bool = True, return_metrics: bool = True,
+    target_weights: Tensor | None = None, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The inputs of the loss's custom operator."""
     from cce_kernels.arguments import checked
 
     inputs, call, _ = checked(
         e, c, targets, bias, weights, None, options, reduction=reduction, return_lse=return_lse,
-        return_metrics=return_metrics, place=place,
+        return_metrics=return_metrics, place=place, target_weights=target_weights,
     )  # fmt: skip
     return *inputs, call.handle()
 
@@ -226,20 +254,23 @@ def _rounded_terms(
     terms in the gradients. This is a large share if p is near 1 or the terms cancel.
     """
     shift, e_at = case.options.get("shift", 0), e64
-    weights = weights_of(case, targets).get("token_weights", torch.ones_like(targets))
+    weights = next(iter(weights_of(case, targets).values()), torch.ones_like(targets))
+    if not case.several:
+        targets, weights = targets[..., None], weights[..., None]
     if shift:
-        e_at, targets, weights = e64[..., :-shift, :], targets[..., shift:], weights[..., shift:]
+        e_at, targets, weights = e64[..., :-shift, :], targets[..., shift:, :], weights[..., shift:, :]
     kept, columns = targets != IGNORE, targets.clamp(min=0)
     weights = weights.masked_fill(~kept, 0)
-    z = case.options.get("logit_scale", 1.0) * (e_at * c64[columns]).sum(dim=-1)
+    z = case.options.get("logit_scale", 1.0) * (e_at[..., None, :] * c64[columns]).sum(dim=-1)
     if bias64 is not None:
         z = z + bias64[columns]
 
     def reduced(rows: Tensor) -> Tensor:
-        rows, reduction = 2**-21 * weights * torch.where(kept, rows, 0), case.options.get("reduction", "mean")
-        return (
-            rows if reduction == "none" else rows.sum() / (1 if reduction == "sum" else weights.sum().clamp(min=1e-9))
-        )
+        rows = (2**-21 * weights * torch.where(kept, rows, 0)).sum(dim=-1)
+        reduction = case.options.get("reduction", "mean")
+        if reduction == "none":
+            return rows
+        return rows.sum() / (1 if reduction == "sum" else _counted(targets, weights, bool(case.several)))
 
     return reduced(kept.double()), gradients(reduced(z), (e64, c64, bias64))
 

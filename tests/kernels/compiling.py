@@ -161,8 +161,13 @@ def launch_all(
     from cce_kernels.backends import with_triton
     from cce_kernels.filter.rule import FilterStats
     from cce_kernels.options import Options
+    from cce_kernels.several_targets import Several
 
     e, c, targets, bias = draw(case, "cpu")
+    several = added = None
+    if case.several:
+        several, added = Several(targets, torch.ones(targets.shape)), (targets, torch.ones(targets.shape))
+        targets = targets[:, 0].contiguous()
     e, c, options = (
         with_triton.prepare(e.detach(), e.dtype),
         with_triton.prepare(c.detach(), c.dtype),
@@ -171,6 +176,8 @@ def launch_all(
     bias = None if bias is None else bias.detach()
     with_triton.target_columns(targets, -100, c.shape[0])
     columns, z_target = with_triton.find_targets(e, c, bias, targets, -100, options)
+    if several is not None:
+        with_triton.logits_at(e, c, bias, several.columns, options)
     ones = torch.ones(e.shape[0])
     dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
     if rows:
@@ -178,19 +185,20 @@ def launch_all(
         weights = ones if weighted else None
         _, held, sums = stored.forward(
             e, c, columns, rows, dtypes, with_metrics, options, z_target=z_target, with_lse=with_lse, weights=weights,
-            bias=bias, skip=skip,
+            bias=bias, skip=skip, several=several,
         )  # fmt: skip
         upstream = (ones, ones) if with_lse else (ones[0], None)
         stored.backward(
-            e, c, targets, upstream[0], rows, held, sums, None, options, grad_lse=upstream[1], weights=weights
-        )
+            e, c, targets, upstream[0], rows, held, sums, None, options, grad_lse=upstream[1], weights=weights,
+            several=several,
+        )  # fmt: skip
         _, counted = with_triton.reduce_loss(ones, columns, "mean", weights)
         with_triton.mean_gradient(ones[0], counted)
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
     stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
     a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options, ones)
-    with_triton.backward(Operands(e, c, bias, targets, ones, a, b), 512, options, dtypes, None, stats)
+    with_triton.backward(Operands(e, c, bias, targets, ones, a, b), 512, options, dtypes, None, stats, added=added)
 
 
 def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:

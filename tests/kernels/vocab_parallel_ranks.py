@@ -65,6 +65,7 @@ def cases(ranks: int) -> list[Spread]:
         "shift": {"shift": 1, "reduction": "none"},
         "many_chunks": {"workspace_mib": 0.5},
         "weights": {"z_loss": 1e-2},
+        "several": {"softcap": 15.0, "label_smoothing": 0.1, "z_loss": 1e-2},
         "everything": {
             "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
             "reduction": "none",
@@ -77,7 +78,7 @@ def cases(ranks: int) -> list[Spread]:
                 case = Case(
                     f"{name}-{str(dtype)[6:]}", shape=(ranks, 43), vocab=777, dtype=dtype, options=options,
                     bias=name in ("bias", "everything"), peak=12 if name == "softcap" else 0,
-                    weights=name in ("weights", "everything"),
+                    weights=name in ("weights", "everything"), several=3 if name == "several" else 0,
                 )  # fmt: skip
                 extras = {"plain": EXTRAS, "everything": EXTRAS, "weights": {"return_metrics": True}}
                 found.append(Spread(case, rows, extras=extras.get(name, {})))
@@ -104,6 +105,18 @@ def cases(ranks: int) -> list[Spread]:
             rows, stored_rows=64, extras={"return_metrics": True}, again=True,
         )
         for rows, options in (("same", {"z_loss": 1e-3}), ("own", {"reduction": "sum"}))
+    ]  # fmt: skip
+    found += [
+        Spread(
+            Case(
+                "stored_several-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, several=3, bias=True,
+                options=options,
+            ),
+            rows, stored_rows=stored_rows, extras={"return_metrics": True}, compiled=compiled, again=not compiled,
+        )
+        for rows, options, stored_rows, compiled in (
+            ("same", {"z_loss": 1e-3}, 64, True), ("own", {"reduction": "none", "shift": 1}, 64 * 5, False)
+        )
     ]  # fmt: skip
     found += [
         Spread(
@@ -199,7 +212,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         )  # fmt: skip
     upstream = None
     if loss.dim():  # as cases.gradients has it
-        shape = whole[2][..., case.options.get("shift", 0) :].shape
+        shape = whole[0][..., case.options.get("shift", 0) :, 0].shape
         upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(loss)[mine]
     if spread.unequal:
         upstream = torch.full_like(loss, 1.0 + rank)

@@ -110,6 +110,17 @@ def forward(
     return Rows(lse, where_it_counts(nll, columns), z_above_mean, metrics, largest if with_metrics else None, lost)
 
 
+def logits_at(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
+    """Each row's logits (N, K) fp32 at its columns (N, K); those of negative columns are another column's."""
+    columns = columns.clamp(min=0)
+    z = torch.empty(columns.shape, dtype=torch.float32, device=e.device)
+    rows = max(1, _CACHE_BYTES // (8 * columns.shape[1] * e.shape[1]))
+    for part, at, e_part in zip(z.split(rows), columns.split(rows), e.split(rows), strict=True):
+        products = torch.bmm(c[at].float(), e_part.float()[:, :, None])[:, :, 0]
+        part.copy_(_finished(products, None if bias is None else bias[at], o))
+    return z
+
+
 def _finite(largest: Tensor) -> Tensor:
     """The rows' largest logits, and 0 where these are infinite."""
     return largest.masked_fill(largest.isinf(), 0)
@@ -124,6 +135,7 @@ def backward(
     stats: FilterStats | None,
     rule: Rule | None = None,
     entropy: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -132,6 +144,7 @@ def backward(
         stats: takes the filter's statistics, or None.
         rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
+        added: columns (N, K) int64, negative for none, and what dL/dz gets there, fp32; or None. Not with a filter.
     """
     e, c, bias, columns, lse, a, b = x
     vocab, e32, (dtype_e, dtype_c, dtype_bias) = c.shape[0], e.float(), dtypes
@@ -170,6 +183,9 @@ def backward(
             dz.scatter_(1, place, dz.gather(1, place) - at_target)
             if slope is not None:
                 dz *= slope
+            for column, value in () if added is None else zip(*(each.unbind(1) for each in added), strict=True):
+                there, at = _targets_in(column, chunk)
+                dz.scatter_(1, at, dz.gather(1, at) + torch.where(there, value[:, None], 0))
             if sum_e is not None and for_e:
                 sum_e.add((dz @ c_chunk).mul_(o.logit_scale))
             if with_c and for_c:
@@ -230,11 +246,15 @@ def _chunks(vocab: int, width: int) -> Iterator[slice]:
 
 
 def _logits(e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, o: Options) -> Tensor:
-    z = e @ c_chunk.float().T
+    return _finished(e @ c_chunk.float().T, bias_chunk, o)
+
+
+def _finished(z: Tensor, bias: Tensor | None, o: Options) -> Tensor:
+    """Logits from products z, in place. bias: the columns' entries, or those of each logit."""
     if o.logit_scale != 1:
         z *= o.logit_scale
-    if bias_chunk is not None:
-        z += bias_chunk
+    if bias is not None:
+        z += bias
     return z if o.softcap is None else _softcapped(z, o.softcap)
 
 

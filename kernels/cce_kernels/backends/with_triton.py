@@ -14,15 +14,16 @@ from ..runtime import ahead, program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 from ..schemes.operands import prepare
-from ..triton.logits import find_targets
+from ..triton.logits import find_targets, logits_at
 from ..triton.loss_sum import mean_gradient, reduce_loss
 from ..triton.row_coefficients import row_coefficients
 from ..triton.row_stats import forward
 from ..triton.targets.columns import target_columns
 
 __all__ = [
-    "ahead", "backward", "filter_figures", "find_targets", "forward", "gather", "mean_gradient", "mean_logits", "plan",
-    "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle", "target_columns", "three_products",
+    "ahead", "backward", "filter_figures", "find_targets", "forward", "gather", "logits_at", "mean_gradient",
+    "mean_logits", "plan", "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle",
+    "target_columns", "three_products",
 ]  # fmt: skip
 
 

@@ -24,13 +24,14 @@ def backward(
     stats: FilterStats | None,
     rule: Rule | None = None,
     entropy: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`four_products.gradients`, with the filter if the options name one.
 
     Args:
         stats: takes the filter's statistics, or None.
         rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
-        entropy: as for `four_products.gradients`.
+        entropy, added: as for `four_products.gradients`.
     """
     e, c, bias, columns, lse, *_ = x
     filtering, exact = None, None
@@ -44,7 +45,7 @@ def backward(
             exact = rule.drops_more(mass, o.filter_mass)
         kept, dropped = parts(e)
         filtering = Filter(rule.exact_if(exact), kept, dropped)
-    grads = gradients(x, width, o, dtypes, main_grad_c, filtering, entropy=entropy)
+    grads = gradients(x, width, o, dtypes, main_grad_c, filtering, entropy=entropy, added=added)
     if filtering is not None and filtering.rule.seed is not None:
         grad_c = grads[1] if main_grad_c is None else main_grad_c
         sample = filtering.rule.sample(columns, e.shape[1], c.shape[0])

@@ -28,6 +28,8 @@ Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
 
     for                                                   bytes
     token_weights, three products and rows="own"          4 N
+    target_weights                                        4 N
+    target_weights and rows="own"                         12 N K (24 N K with the backward pass)
     LSE and −log p; what rounding took from LSE           8 N; 4 N with four products
     label smoothing; metrics                              4 N; 8 N
     dE                                                    4 N D
@@ -69,6 +71,7 @@ def vocabulary_parallel_linear_cross_entropy(
     rows: str = "same",
     bias: Tensor | None = None,
     token_weights: Tensor | None = None,
+    target_weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     shift: int = 0,
@@ -105,7 +108,7 @@ def vocabulary_parallel_linear_cross_entropy(
               upstream gradient of a "sum" or "mean" must be the same number on all ranks.
         bias: (shards[rank],), the rank's entries, or None.
         token_weights: (...), the same or the rank's own, like targets; or None. As in `linear_cross_entropy`. Each rank
-            gives token_weights, or none does.
+            gives token_weights, or none does. The same holds for target_weights (..., K), with targets (..., K).
         main_grad_c: (shards[rank], D) fp32, the rank's rows, or None; as in `linear_cross_entropy`.
         agreed: True if the ranks have called with the same shapes, dtypes and options before, as in all steps of a
             training run but the first. Each rank then checks alone, and the host waits for no other rank. A rank that
@@ -142,7 +145,8 @@ def vocabulary_parallel_linear_cross_entropy(
             raise ValueError(f"c: has {c.shape[0]} rows, shards says {shards[rank]} for rank {rank}")
         found = checked(
             e, c, targets, bias, token_weights, main_grad_c, options, preset=preset, ignore_index=ignore_index,
-            reduction=reduction, shift=shift, place=Place(name, tuple(shards), rows == "own", agreed), **returned,
+            reduction=reduction, shift=shift, place=Place(name, tuple(shards), rows == "own", agreed),
+            target_weights=target_weights, **returned,
         )  # fmt: skip
         if not targets.numel():
             raise ValueError("targets: must not be empty; give at least one row, whose target may be ignore_index")
@@ -150,11 +154,13 @@ def vocabulary_parallel_linear_cross_entropy(
 
     def describe(_inputs: Inputs, call: Call, _shape: torch.Size) -> str:
         tensors = {"e": e, "c": c, "bias": bias, "token_weights": token_weights, "main_grad_c": main_grad_c}
+        tensors["target_weights"] = target_weights
         dtypes = {name: (x.dtype, x.requires_grad) for name, x in tensors.items() if x is not None}
         return (
-            f"e {tuple(e.shape)}, dtypes and whether they require gradients {dtypes}, gradients enabled "
-            f"{torch.is_grad_enabled()}, products in {call.dtype}, shards {list(shards)}, shift {shift}, "
-            f"ignore_index {call.ignore_index}, rows {rows}, reduction {reduction}, {returned}, {call.options}"
+            f"e {tuple(e.shape)}, targets {tuple(targets.shape)}, dtypes and whether they require gradients {dtypes}, "
+            f"gradients enabled {torch.is_grad_enabled()}, products in {call.dtype}, shards {list(shards)}, "
+            f"shift {shift}, ignore_index {call.ignore_index}, rows {rows}, reduction {reduction}, {returned}, "
+            f"{call.options}"
         )
 
     if torch.compiler.is_compiling():
@@ -171,7 +177,7 @@ def vocabulary_parallel_linear_cross_entropy(
 
     loss = of_targets(row_losses, shape, shift) if reduction == "none" else row_losses.sum()
     if reduction == "mean" or return_metrics:
-        kept, weights = inputs.targets != call.ignore_index, inputs.weights
+        kept, weights = inputs.targets != call.ignore_index, None if target_weights is not None else inputs.weights
         of_rows = [kept, *([] if metrics is None or not return_metrics else metrics)]
         of_rows = of_rows if weights is None else [*of_rows, weights]
         stacked = torch.stack([torch.where(kept, x, 0).sum(dtype=torch.float64) for x in of_rows])

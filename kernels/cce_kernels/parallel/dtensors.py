@@ -196,6 +196,7 @@ def loss_of_dtensors(
     return_lse: bool,
     return_metrics: bool,
     return_stats: bool,
+    target_weights: Any = None,
     **options: Any,
 ) -> Any:
     """`function`, which is linear_cross_entropy, of tensors that `any_distributed` finds.
@@ -210,11 +211,18 @@ def loss_of_dtensors(
     e, c, targets, bias, token_weights = (_waited(x) for x in (e, c, targets, bias, token_weights))
     options |= {"return_lse": return_lse, "return_metrics": return_metrics}
     if not _is_dtensor(e):
-        c, bias = plain_heads(c, bias, main_grad_c, targets=targets, token_weights=token_weights)
+        c, bias = plain_heads(
+            c, bias, main_grad_c, targets=targets, token_weights=token_weights, target_weights=target_weights
+        )
         return function(
             e, c, targets, bias=bias, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
-            shift=shift, return_stats=return_stats, **options,
+            shift=shift, return_stats=return_stats, target_weights=target_weights, **options,
         )  # fmt: skip
+    if target_weights is not None:
+        raise ValueError(
+            "target_weights: cannot be given with a DTensor for e; give its to_local() and c's full_tensor(), or call "
+            "vocabulary_parallel_linear_cross_entropy"
+        )
     if return_stats:
         raise ValueError("return_stats: each rank of a DTensor has statistics of its own; give e.to_local()")
     c, bias, targets, weights = _checked(e, c, targets, bias, token_weights, main_grad_c, shift, ignore_index)

@@ -38,7 +38,7 @@ from ..triton.logit_gradient import Filter, gradient_of_chunk, parts
 from ..triton.logits import target_logits
 from ..triton.matmul import product
 from ..triton.row_coefficients import Peak
-from ..triton.targets.gradient import add_by_target, target_rows
+from ..triton.targets.gradient import add_at, add_by_target, target_rows
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def gradients(
     filtering: Filter | None,
     fallback: Fallback | None = None,
     entropy: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -74,6 +75,7 @@ def gradients(
         filtering: the filter of the gradients that the options filter; None for an exact call.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
         fallback: gradients that are already written, unless the device says that they are still to do.
+        added: columns (N, K) int64, negative for none, and what dL/dz gets there, fp32; or None. Not with a filter.
     """
     e, c, bias, columns, lse, a, b = x
     n_rows, vocab, (dtype_e, dtype_c, dtype_bias) = e.shape[0], c.shape[0], dtypes
@@ -95,7 +97,13 @@ def gradients(
     a, b, scale = peak.a, peak.b, peak.value * o.logit_scale
 
     at_target = None
-    if filtering is None and fallback is None and bias is None and _targets_apart(e, dtypes, main_grad_c, o):
+    if (
+        filtering is None
+        and fallback is None
+        and bias is None
+        and added is None
+        and _targets_apart(e, dtypes, main_grad_c, o)
+    ):
         b_alone = torch.where(columns >= 0, a * torch.exp(target_logits(e, c, None, columns, o) - lse), b)
         # dz keeps at the target only the difference between two kernels' values of p.
         at_target, b = b_alone - b, b_alone
@@ -114,6 +122,8 @@ def gradients(
                 e, c_chunk, bias_chunk, columns, lse, a, b, dz, first, vocab, grad_bias is not None, o, rule_applies,
                 active, entropy,
             )  # fmt: skip
+            if added is not None:
+                add_at(dz, *added, peak.value, first)
             launches: list[partial[None]] = []
             if out_c is not None and eps == o.eps_c:
                 into = None if main_grad_c is None else main_grad_c[chunk]
@@ -133,6 +143,9 @@ def gradients(
             if grad_bias is not None and dbias is not None and eps == o.eps_c:
                 grad_bias[chunk] = (dbias.sum(dim=0) * peak.value).to(dtype_bias)
     del dz, workspace  # frees their memory for the sort
+    if added is not None and grad_bias is not None:
+        once = torch.ones(1, 1, device=e.device).expand(added[0].numel(), 1)
+        add_by_target(once, added[0].flatten(), added[1].flatten(), grad_bias[:, None])
     if at_target is not None and out_c is not None:
         add_by_target(e, columns, at_target * scale, out_c)
     if sum_e is None:

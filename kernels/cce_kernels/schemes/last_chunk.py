@@ -25,10 +25,10 @@ class LastChunk(NamedTuple):
 
     e: Tensor
     c: Tensor
-    columns: Tensor
+    columns: Tensor  # (N,) or, of several targets a row, (N, K)
     w: Tensor  # (rows of the chunk, V)
     factor: Tensor  # (N,) fp32
-    coefficient: Tensor  # (N,) fp32
+    coefficient: Tensor  # like columns, fp32
     end: Tensor | None  # () fp32, what the finished gradients are multiplied by
     share: Tensor | None  # (N,) fp32, `smoothed_share`, for label smoothing
     c_sum: Tensor | None  # (D,) fp32, for label smoothing
@@ -164,7 +164,7 @@ def _finish_e(x: LastChunk, parts: Tensor, lost: Tensor | None, grad_e: Tensor, 
     hidden_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
         parts, lost, x.c, rows_of(part, x.columns), rows_of(part, x.factor), rows_of(part, x.coefficient), left, right,
         x.end, rows_of(part, grad_e), x.c.stride(0), parts.stride(0), n_rows, dim, parts.shape[0], 16, block_d,
-        in_eights(dim, x.c.stride(0), parts.stride(0)),
+        in_eights(dim, x.c.stride(0), parts.stride(0)), x.columns.numel() // len(x.columns),
     )  # fmt: skip
 
 

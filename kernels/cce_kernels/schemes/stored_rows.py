@@ -12,6 +12,7 @@ from torch import Tensor
 from ..runtime.launch import quick
 from ..runtime.tiles import by_eights, cdiv, in_eights, power_of_2
 from ..triton.kahan import read_sum, write_sum
+from ..triton.targets.gradient import targets_of_rows
 from ..triton.targets.live_rows import Live
 
 ROWS = 16  # of a program
@@ -86,9 +87,9 @@ def hidden_kernel(
     part_ptr,  # (splits, N, D), splits part_stride apart: parts of w C
     lost_ptr,  # (N, D) int8 or None: rounding error of w C, with one split
     c_ptr,  # (V, D), rows c_stride apart
-    columns_ptr,  # (N,) int64, each row's target column, negative for none
+    columns_ptr,  # (N, TARGETS) int64, each row's target columns, negative for none
     factor_ptr,  # (N,) fp32, what w C is multiplied by
-    coefficient_ptr,  # (N,) fp32, what the target's row of C is multiplied by
+    coefficient_ptr,  # (N, TARGETS) fp32, what the targets' rows of C are multiplied by
     left_ptr,  # (N,) fp32, and the next: `RankOne`; or both None
     right_ptr,  # (D,) fp32
     scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
@@ -101,6 +102,7 @@ def hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
+    TARGETS: tl.constexpr,
 ):
     """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
     D, c_stride, part_stride = by_eights(D, EIGHTS), by_eights(c_stride, EIGHTS), by_eights(part_stride, EIGHTS)
@@ -114,11 +116,9 @@ def hidden_kernel(
     for _ in range(splits - 1):
         part_ptrs += part_stride.to(tl.int64)
         total += tl.load(part_ptrs, mask=mask, other=0.0).to(tl.float32)
-    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
-    c_mask = mask & (column >= 0)[:, None]
-    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    of_targets = targets_of_rows(rows, rows < N, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride, TARGETS)
     factor = tl.load(factor_ptr + rows, mask=rows < N, other=0.0)
-    total = total * factor[:, None] + c * tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)[:, None]
+    total = total * factor[:, None] + of_targets
     if right_ptr is not None:
         left = tl.load(left_ptr + rows, mask=rows < N, other=0.0)
         total += left[:, None] * tl.load(right_ptr + dims, mask=dims < D, other=0.0)[None, :]

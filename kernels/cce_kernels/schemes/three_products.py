@@ -42,6 +42,7 @@ from ..planner import splits_beside
 from ..row_math import Rows, empty_metrics
 from ..runtime.tiles import cdiv, multiprocessors, transposed_tiles
 from ..saved import GradientSums, Held
+from ..several_targets import Several
 from ..triton.logits import exponentials, target_logits
 from ..triton.matmul import RankOne, TargetTerms, product
 from ..triton.row_coefficients import row_factors
@@ -71,6 +72,7 @@ def forward(
     weights: Tensor | None = None,
     bias: Tensor | None = None,
     skip: bool = False,
+    several: Several | None = None,
 ) -> tuple[Rows, Held, GradientSums]:
     """The rows' statistics for the loss, and what `backward` takes.
 
@@ -87,10 +89,12 @@ def forward(
         bias: (V,) contiguous or None.
         skip: whether to leave out the products of ignored rows (kernels/targets/live_rows.py). Their log-sum-exps are
             then undefined. Needs z_target; without settle, arrive, with_lse and bias.
+        several: the targets of each row, if it may have several; `columns` are the first of them.
     """
     n_rows = e.shape[0]
     if z_target is None and arrive is None:
         z_target = target_logits(e, c, bias, columns, o)
+    targets = 1 if several is None else several.columns.shape[1]
     early, gathered = _early(e, c, rows, dtypes[0], skip), None
     if early.rows_live is not None and early.counts is not None:
         live_rows(columns, rows, early.rows_live, early.counts)
@@ -107,7 +111,7 @@ def forward(
         w_i = _corner(early.w, height, c.shape[0])
         row_sums = exponentials(e_i, c, bias, columns_i, z_i, w_i, with_metrics, o, live=live, gathered=gathered)
         if first == 0:  # after the first launches, so that the device computes while the host allocates
-            held, sums = empty_state(e, c, rows, dtypes, o, early, with_lse, skip)
+            held, sums = empty_state(e, c, rows, dtypes, o, early, with_lse, skip, targets)
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = torch.empty_like(z_i) if with_metrics and settle is not None else None
@@ -123,7 +127,7 @@ def forward(
             metrics[:, chunk] = metrics_i
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, held, sums, chunk, live, gathered)
-    _order(e, columns, held)
+    _order(e, columns if several is None else several.behind(columns).flatten(), held)
     z_above_mean = None
     if held.c_sum is not None:
         assert z_target is not None
@@ -163,6 +167,7 @@ def backward(
     finished: Callable[[slice], None] | None = None,
     grad_lse: Tensor | None = None,
     weights: Tensor | None = None,
+    several: Several | None = None,
 ) -> None:
     """Finish the gradients of e, c and bias in place, in `sums`.
 
@@ -175,7 +180,7 @@ def backward(
         o: as for `forward`.
         finished: called with a range of rows once their gradient of e is complete. The first call covers all chunks
             but the last, and comes before the last chunk's products.
-        weights: as for `forward`.
+        weights, several: as for `forward`.
         grad_lse: (N,), dL/dLSE, or None. Only with one chunk, and `with_lse` in the forward pass.
     """
     factor, coefficient, n_rows = held.factor, held.coefficient, e.shape[0]
@@ -191,6 +196,10 @@ def backward(
         share = smoothed_share(grad_loss, columns, weights, c.shape[0], o)
         smooth_c = None if sums.grad_c is None else RankOne(None, column_sum(e, share))
     by_target: tuple[Any, Any, Any] = held.keys, held.order, held.bounds
+    if several is not None:
+        added = several.gradient(scale if end is None else torch.ones_like(scale), o) * o.logit_scale
+        added[:, 0] += coefficient
+        columns, coefficient = several.behind(columns), added
     last = LastChunk(
         e, c, columns, _corner(held.w, n_rows - first, c.shape[0]), factor, coefficient, end, share, held.c_sum,
         smooth_c, None if held.keys is None else TargetTerms._make((*by_target, coefficient, e)), main_grad_c,
@@ -234,9 +243,9 @@ def _early(e: Tensor, c: Tensor, rows: int, dtype_e: torch.dtype | None, skip: b
 
 def empty_state(
     e: Tensor, c: Tensor, rows: int, dtypes: Dtypes, o: Options,
-    early: _Early | None = None, with_lse: bool = False, skip: bool = False,
+    early: _Early | None = None, with_lse: bool = False, skip: bool = False, targets: int = 1,
 ) -> tuple[Held, GradientSums]:  # fmt: skip
-    """What `forward` hands to `backward`, without values. early: tensors that exist already."""
+    """What `forward` hands to `backward`, without values. early: tensors that exist already. targets: of a row."""
     early = early or _early(e, c, rows, dtypes[0], skip)
     (n_rows, dim), vocab = e.shape, c.shape[0]
     dtype_e, dtype_c, dtype_bias = dtypes
@@ -254,7 +263,7 @@ def empty_state(
         lost_rows = (n_rows if skip else first) if parts is None else 0
         sum_e = Accumulator(e, (n_rows, dim), dtype_e, accumulate, lost_rows, early.grad_e)
     if dtype_c is not None or dtype_bias is not None:
-        keys, order = e.new_empty(n_rows, dtype=torch.int32), e.new_empty(n_rows, dtype=torch.int64)
+        keys, order = (e.new_empty(n_rows * targets, dtype=dtype) for dtype in (torch.int32, torch.int64))
         bounds = keys.new_empty(cdiv(vocab, _tile_entries(e)) + 1)
     if dtype_c is not None:
         sum_c = Accumulator(e, (vocab, dim), dtype_c, accumulate)

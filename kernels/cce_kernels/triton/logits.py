@@ -89,6 +89,7 @@ def target_logits_kernel(
     HAS_SOFTCAP: tl.constexpr,
     SKIP: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
+    TARGETS: tl.constexpr,  # of a row of e: rows, targets, columns and z count N = TARGETS x rows of e
 ):
     """The target's logit of each row: the diagonal of the product of E with the targets' rows of C.
 
@@ -108,7 +109,7 @@ def target_logits_kernel(
     for d in range(0, D, BLOCK_D):
         dims = d + tl.arange(0, BLOCK_D)
         mask = inside[:, None] & (dims < D)[None, :]
-        e = tl.load(e_ptr + rows.to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
+        e = tl.load(e_ptr + (rows // TARGETS).to(tl.int64)[:, None] * e_stride + dims[None, :], mask=mask, other=0.0)
         c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=(dims < D)[None, :], other=0.0)
         acc = tl.dot(e, c.T, acc, input_precision="ieee")
     index = tl.arange(0, BLOCK_N)
@@ -211,6 +212,11 @@ def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o:
     return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 
+def logits_at(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
+    """Each row's logits (N, K) fp32 at its columns (N, K); those of negative columns are another column's."""
+    return _target_logits(e, c, bias, None, 0, columns, False, o)
+
+
 def find_targets(
     e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, o: Options, skip: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -232,13 +238,13 @@ def _target_logits(
     skip: bool,
     o: Options,
 ) -> Tensor:
-    n_rows, dim = e.shape
-    z = e.new_empty(n_rows, dtype=torch.float32)
+    dim, n_rows = e.shape[1], e.shape[0] if targets is not None else columns.numel()
+    z = e.new_empty(e.shape[:1] if targets is not None else columns.shape, dtype=torch.float32)
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
         e, c, bias, targets, columns, z, e.stride(0), c.stride(0), 0 if targets is None else targets.stride(0),
         n_rows, c.shape[0], dim, ignore_index, float(o.logit_scale), float(o.softcap or 0),
         IGNORED, OUTSIDE, ROWS, INNER[e.itemsize], o.softcap is not None, skip,
-        in_eights(dim, e.stride(0), c.stride(0)),
+        in_eights(dim, e.stride(0), c.stride(0)), n_rows // e.shape[0],
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return z

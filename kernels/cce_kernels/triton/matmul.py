@@ -19,7 +19,7 @@ Cost: M K COLS multiply-adds on the tensor cores; writes the output; each launch
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +40,7 @@ from ..runtime.tiles import (
     transposed_tiles,
 )
 from .kahan import read_sum, write_sum
+from .targets.gradient import targets_of_rows
 from .targets.live_rows import Live
 
 try:  # programmatic dependent launch: a kernel may begin before the previous one ends
@@ -63,21 +64,21 @@ MOST_PLACES = 64  # tokens of a tile's targets that are added at a time
 
 
 class RowTerms(NamedTuple):
-    """What finishes dE: out_i = factor_i (A B)_i + coefficient_i C[columns_i]."""
+    """What finishes dE: out_i = factor_i (A B)_i + coefficient_i C[columns_i], a sum over K targets of the row."""
 
     factor: Tensor  # (M,) fp32
-    coefficient: Tensor  # (M,) fp32
-    columns: Tensor  # (M,) int64, negative for none
+    coefficient: Tensor  # (M,) or (M, K) fp32
+    columns: Tensor  # like coefficient, int64, negative for none
     c: Tensor  # (V, COLS)
 
 
 class TargetTerms(NamedTuple):
-    """What the targets add to dC: out_v += Σ coefficient_i e_i over the tokens i whose target is v."""
+    """What the targets add to dC: out_v += Σ coefficient_i e_i over the tokens i whose target is v, each of K."""
 
-    keys: Tensor  # (N,) int32, ascending: the tokens' targets, negative for none
-    order: Tensor  # (N,) int64: the tokens in that order
+    keys: Tensor  # (N K,) int32, ascending: the tokens' targets, negative for none
+    order: Tensor  # (N K,) int64: the coefficients' places in that order
     bounds: Tensor  # (row tiles + 1,) int32: where in `keys` the targets of each tile of output rows begin
-    coefficient: Tensor  # (N,) fp32
+    coefficient: Tensor  # (N,) or (N, K) fp32
     e: Tensor  # (N, COLS) bf16
 
 
@@ -134,6 +135,7 @@ def product_kernel(
     OVERLAP: tl.constexpr,  # whether the next launch may begin before this one ends
     SERIES: tl.constexpr,  # steps whose sum is complete before it joins the tile's sum; 0 for all steps
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
+    TARGETS: tl.constexpr,  # of a token, in RowTerms and TargetTerms
 ):
     """out (+)= A B; see this file's docstring."""
     COLS = by_eights(COLS, EIGHTS)
@@ -176,7 +178,7 @@ def product_kernel(
         if keys_ptr is not None:
             acc = _add_targets(
                 acc, rows, col + tl.arange(0, BLOCK_N), row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr,
-                e_ptr, e_stride, COLS, PLACES,
+                e_ptr, e_stride, COLS, PLACES, TARGETS,
             )  # fmt: skip
         inside = rows < M
         if live_ptr is not None:
@@ -187,11 +189,11 @@ def product_kernel(
         for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride, left_ptr, right_ptr)
         _store(
             left, offsets, rows, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
-            HALF, READ, KEEP,
+            HALF, READ, KEEP, TARGETS,
         )  # fmt: skip
         _store(
             right, offsets, rows, inside, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
-            HALF, READ, KEEP,
+            HALF, READ, KEEP, TARGETS,
         )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()  # this launch must not end before the one beside it: later launches wait for this one alone
@@ -200,7 +202,7 @@ def product_kernel(
 @triton.jit
 def _add_targets(
     acc, rows, cols, row_tile, keys_ptr, order_ptr, bounds_ptr, coefficient_ptr, e_ptr, e_stride, COLS,
-    PLACES: tl.constexpr,
+    PLACES: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     """acc + the targets' terms of a tile: products of e with a matrix that holds each token's coefficient in its
     target's row, as the sum of two numbers of 16 bits."""
@@ -212,7 +214,7 @@ def _add_targets(
         token = tl.load(order_ptr + places, mask=live, other=0)
         coefficient = tl.load(coefficient_ptr + token, mask=live, other=0.0)
         e_mask = live[:, None] & (cols < COLS)[None, :]
-        e = tl.load(e_ptr + token[:, None] * e_stride + cols[None, :], mask=e_mask, other=0.0)
+        e = tl.load(e_ptr + (token // TARGETS)[:, None] * e_stride + cols[None, :], mask=e_mask, other=0.0)
         high = coefficient.to(e.dtype)
         low = (coefficient - high.to(tl.float32)).to(e.dtype)
         here = key[None, :] == rows[:, None]
@@ -222,21 +224,9 @@ def _add_targets(
 
 
 @triton.jit
-def _finish_rows(total, rows, inside, cols, COLS, for_rows):
-    """factor · total + coefficient · C[column] of each row."""
-    factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride, _left_ptr, _right_ptr = for_rows
-    factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
-    coefficient = tl.load(coefficient_ptr + rows, mask=inside, other=0.0)
-    column = tl.load(columns_ptr + rows, mask=inside, other=-1)
-    c_mask = (column >= 0)[:, None] & (cols < COLS)[None, :]
-    c = tl.load(c_ptr + column[:, None] * c_stride + cols[None, :], mask=c_mask, other=0.0).to(tl.float32)
-    return total * factor[:, None] + c * coefficient[:, None]
-
-
-@triton.jit
 def _store(
     total, offsets, rows, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
-    WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr,
+    WIDTH: tl.constexpr, READ: tl.constexpr, KEEP: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Add half a tile of products to out, lost or into."""
     cols = col + tl.arange(0, WIDTH)
@@ -246,7 +236,10 @@ def _store(
     if times_ptr is not None:
         total *= tl.load(times_ptr)
     if for_rows[0] is not None:
-        total = _finish_rows(total, rows, inside, cols, COLS, for_rows)
+        factor_ptr, coefficient_ptr, columns_ptr, c_ptr, c_stride, _left_ptr, _right_ptr = for_rows
+        factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
+        of_targets = targets_of_rows(rows, inside, cols, COLS, columns_ptr, coefficient_ptr, c_ptr, c_stride, TARGETS)
+        total = total * factor[:, None] + of_targets
     if for_rows[6] is not None:
         added = tl.load(for_rows[6] + cols, mask=cols < COLS, other=0.0)[None, :]
         if for_rows[5] is not None:
@@ -313,6 +306,8 @@ def product(
     cols, splits = b.shape[1], out.shape[0] if out.dim() == 3 else 1
     tiles = transposed_tiles(a, cols, depth) if transpose_a else tiles_for(a, cols)
     overlap = AVAILABLE and launches_overlap(a)
+    terms: Any = row_terms or target_terms
+    targets = 1 if terms is None or terms.coefficient.dim() == 1 else terms.coefficient.shape[1]
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(units,)](
         descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
@@ -325,8 +320,8 @@ def product(
         n_rows, cols, depth,
         splits, out.stride(0) // cols if splits > 1 else 0, cdiv(cdiv(depth, tiles.inner), splits),
         tiles.rows, tiles.cols, tiles.inner, GROUP, transpose_a,
-        MOST_PLACES if target_terms is None else _places(tiles.rows, n_rows, depth), read,
+        MOST_PLACES if target_terms is None else _places(tiles.rows, n_rows, depth * targets), read,
         lost is not None and scale is None, overlap, SERIES_FP32 if a.dtype == torch.float32 else 0,
-        in_eights(cols),
+        in_eights(cols), targets,
         **tiles.launch, **({"launch_pdl": True} if beside and overlap else {}),
     )  # fmt: skip

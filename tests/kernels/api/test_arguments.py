@@ -72,6 +72,21 @@ REFUSED = {
     r"token_weights: must be \(6,\) like targets": {"token_weights": torch.ones(5)},
     "token_weights: requires a gradient": {"token_weights": torch.ones(6, requires_grad=True)},
     "token_weights: is on meta": {"token_weights": torch.ones(6, device="meta")},
+    r"targets: must be \(6,\) like e without D, got \(6, 2\); several targets a row need target_weights": {
+        "targets": T[:, None].expand(6, 2)
+    },
+    **{
+        message: {"targets": T[:, None].expand(6, 2), "target_weights": torch.ones(6, 2), **options}
+        for message, options in {
+            r"targets: must be \(6,\) and K with target_weights, at least one a row, got \(6,\)": {"targets": T},
+            r"target_weights: must be \(6, 2\) like targets, got \(6,\)": {"target_weights": torch.ones(6)},
+            "target_weights: requires a gradient": {"target_weights": torch.ones(6, 2, requires_grad=True)},
+            "target_weights: is on meta": {"target_weights": torch.ones(6, 2, device="meta")},
+            r"target_weights: cannot combine with a filter \(filter_eps\)": {"preset": "cce_filter"},
+            "token_weights: cannot combine with target_weights; give": {"token_weights": torch.ones(6)},
+            r"targets: 11 lies outside \[0, 11\) and": {"targets": torch.tensor([[0, 11]]).expand(6, 2)},
+        }.items()
+    },
     "main_grad_c": {"main_grad_c": torch.zeros(11, 8, dtype=torch.bfloat16)},
     "reduction": {"reduction": "average"},
     "shift": {"shift": -1},

@@ -33,10 +33,12 @@ REHEARSE = ahead._rehearse
 CALL = Call(Options(), torch.bfloat16, -100, "mean", True, False, False, (True, True, False))
 
 
-def step(n: int, device: str, vocab: int = 512, dim: int = 64, **options) -> None:
+def step(n: int, device: str, vocab: int = 512, dim: int = 64, several: int = 0, **options) -> None:
     e = torch.zeros(n, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     c = torch.zeros(vocab, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-    linear_cross_entropy(e, c, torch.zeros(n, dtype=torch.int64, device=device), **options).backward()
+    targets = torch.zeros((n, several) if several else n, dtype=torch.int64, device=device)
+    options |= {"target_weights": targets.float()} if several else {}
+    linear_cross_entropy(e, c, targets, **options).backward()
 
 
 @pytest.fixture
@@ -59,6 +61,7 @@ CASES = {
     "exact": {},
     "options": {"softcap": 20.0, "label_smoothing": 0.1, "reduction": "sum", "n": 700},
     "four products": {"workspace_mib": 0.5, "n": 1024, "vocab": 4096},
+    "several": {"softcap": 20.0, "several": 2},
     "dropped": {"filter_eps": 2.0**-8},
     "lists": {"filter_eps": 2.0**-12, "filter_unbiased": True, "n": 3000, "vocab": 50_000},
 }

@@ -88,6 +88,10 @@ CASES: dict[str, Callable[[], None]] = {
         for rows in (128, 256)  # two chunks and one
     },
     **{
+        f"several {dim} {rows}": partial(launch_all, small("several", dim, several=3, bias=not rows), rows=rows)
+        for dim in (512, 2048) for rows in (0, 128, 256)  # four products, two chunks and one
+    },
+    **{
         f"entropies {dtype} {softcap}": partial(entropies, DTYPES[dtype], SOFTCAPS[softcap])
         for dtype in DTYPES for softcap in SOFTCAPS
     },
@@ -137,6 +141,8 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "skipped 512 128": (("live_rows", "hopper_exponentials", "scaled_rows"), ("exponentials",)),
     "rows 2048": (("row_factors", "column_sum", "row_products", HOPPERS[0]), ("hopper_gradient", "exponentials")),
     "bias 256": (("bias_gradient", "column_sum", "exponentials"), HOPPERS),
+    "several 512 0": (("added", "targets", "target_logits"), ()),
+    "several 2048 256": (("product", "target_order", "target_logits"), ()),
     "entropies bf16 plain": (("gradient", "product"), HOPPERS),
     "apart fp32": (("target_rows", "targets", "spilled_targets", "target_order"), ()),
     "shards softcap True": (("settle",), HOPPERS),

@@ -99,6 +99,7 @@ OPTIONS = {
     "filtered": PRESETS["cce_filter"] | {"filter_if_faster": False, "return_stats": True},
     "main_grad": {"main_grad_c": True},
     "weights": {"token_weights": True},
+    "several": {"target_weights": True, "reduction": "none", "shift": 1},
 }
 
 
@@ -114,6 +115,9 @@ def test_shapes_of_losses_and_gradients(options, kind):
             options = options | {"main_grad_c": torch.empty(1000, 64, device=device)}
         if "token_weights" in options:
             options = options | {"token_weights": torch.empty(6, 40, device=device)}
+        if "target_weights" in options:
+            targets = torch.empty(6, 40, 3, device=device, dtype=torch.int64)
+            options = options | {"target_weights": torch.empty(6, 40, 3, device=device)}
         found = linear_cross_entropy(e, c, targets, **options)
         loss, *extras = found if isinstance(found, tuple) else (found,)
         loss.sum().backward()

@@ -23,6 +23,7 @@ ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-own", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
     "stored_rows-bf16-same", "stored_rows-bf16-own", "stored_softcap-bf16-same", "improbable-bf16-same",
     "stored_weights-bf16-same", "stored_weights-bf16-own", "stored_bias-bf16-same", "stored_bias-bf16-own",
+    "stored_several-bf16-same", "stored_several-bf16-own", "several-bfloat16-own",
 )  # fmt: skip
 INTERPRETED = (*ON_GPUS, "exact-fp32-same")
 

@@ -22,6 +22,26 @@ from .order import order_by_target
 PLACES = 16  # rows, sorted by target, that one program adds up
 
 
+@triton.jit
+def targets_of_rows(
+    rows, inside, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride, TARGETS: tl.constexpr
+):  # fmt: skip
+    """Σ_k coefficient_ik C[columns_ik] of rows i, from columns and coefficients (N, TARGETS); negative for none."""
+    total = _row_of_target(rows * TARGETS, inside, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride)
+    for k in range(1, TARGETS):
+        total += _row_of_target(rows * TARGETS + k, inside, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride)
+    return total
+
+
+@triton.jit
+def _row_of_target(places, inside, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride):
+    column = tl.load(columns_ptr + places, mask=inside, other=-1)
+    coefficient = tl.load(coefficient_ptr + places, mask=inside, other=0.0)
+    c_mask = (inside & (column >= 0))[:, None] & (dims < D)[None, :]
+    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
+    return c * coefficient[:, None]
+
+
 @quick
 @triton.jit(do_not_specialize=["N"])
 def target_rows_kernel(
@@ -40,13 +60,10 @@ def target_rows_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (dims < D)[None, :]
-    column = tl.load(columns_ptr + rows, mask=rows < N, other=-1)
-    coefficient = tl.load(coefficient_ptr + rows, mask=rows < N, other=0.0)
-    c_mask = mask & (column >= 0)[:, None]
-    c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0)
+    total = targets_of_rows(rows, rows < N, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride, 1)
     offsets = rows.to(tl.int64)[:, None] * D + dims[None, :]
     lost_ptrs = None if lost_ptr is None else lost_ptr + offsets
-    write_sum(c.to(tl.float32) * coefficient[:, None], out_ptr + offsets, lost_ptrs, mask)
+    write_sum(total, out_ptr + offsets, lost_ptrs, mask)
 
 
 @quick
@@ -119,6 +136,40 @@ def spilled_targets_kernel(keys_ptr, out_ptr, spill_ptr, N, D, PLACES: tl.conste
         offsets = key.to(tl.int64) * D + dims
         total += read_sum(out_ptr + offsets, None, dims < D)
         write_sum(total, out_ptr + offsets, None, dims < D)
+
+
+@quick
+@triton.jit(do_not_specialize=["N", "first", "W"])
+def added_kernel(
+    x_ptr,  # (N, W), rows x_stride apart, added to
+    columns_ptr,  # (N, TARGETS) int64, negative for none
+    value_ptr,  # (N, TARGETS) fp32
+    peak_ptr,  # () fp32, what the values are divided by
+    x_stride,
+    first,  # the column of x's first one
+    N,
+    W,
+    TARGETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """x[i, columns_ik − first] += value_ik / peak, one k after the other. A row has one owner."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    peak = tl.load(peak_ptr)
+    for k in range(TARGETS):
+        column = tl.load(columns_ptr + rows * TARGETS + k, mask=rows < N, other=-1)
+        here = (column >= first) & (column < first + W)
+        value = tl.load(value_ptr + rows * TARGETS + k, mask=here, other=0.0) / peak
+        x_ptrs = x_ptr + rows.to(tl.int64) * x_stride + column - first
+        x = tl.load(x_ptrs, mask=here, other=0.0).to(tl.float32) + value
+        tl.store(x_ptrs, x.to(x_ptr.dtype.element_ty), mask=here)
+
+
+def add_at(x: Tensor, columns: Tensor, value: Tensor, peak: Tensor, first: int) -> None:
+    """x (N, W), columns `first` to first + W of a matrix, gets value (N, K) fp32 / peak () at columns (N, K)."""
+    n_rows, width = x.shape
+    added_kernel[(cdiv(n_rows, 128),)](
+        x, columns, value, peak, x.stride(0), first, n_rows, width, columns.shape[1], 128, num_warps=4
+    )
 
 
 def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
