@@ -42,6 +42,7 @@ def said_by_sweep(*overrides: str) -> list[str]:
     return said
 
 
+@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small: Small) -> None:
     lists = ["model=gla,transformer", "loss=standard,compiled,cce_kahan", "seed=0,1", "size=smoke", "group=mine"]
     said = said_by_sweep(*small(*lists, "dry_run=true"))
@@ -51,6 +52,7 @@ def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small: Sma
     assert "12 points: 12 to run" in said
 
 
+@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small: Small, tmp_path: Path) -> None:
     points = small("sweep=same_loss", "experiment=null", "model=transformer", "loss=liger", "seed=0", "size=smoke")
     with pytest.raises(UnsupportedError):  # liger needs a GPU
@@ -65,6 +67,7 @@ def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(smal
     assert "nearest: train_loss_nats" in refused.value.remedy
 
 
+@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_without_its_data_is_refused_before_anything_starts(small: Small, tmp_path: Path) -> None:
     """A cluster's machines may hold what this one lacks: a launcher is asked."""
     sweep_of_one = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
@@ -122,6 +125,7 @@ def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) ->
     assert (summary["status"], summary["world_size"]) == ("finished", 2)
 
 
+@pytest.mark.usefixtures("quick_points")
 @pytest.mark.parametrize(
     ("arguments", "cause", "remedy"),
     [

@@ -25,7 +25,7 @@ from linrnn.config.cli import split_overrides
 from linrnn.experiments.sweep import run_sweep
 from linrnn.training.checkpoint import found
 
-KILLS = int(os.environ.get("LINRNN_KILLS", "4"))
+KILLS = int(os.environ.get("LINRNN_KILLS", "3"))
 SEED = int(os.environ.get("LINRNN_KILLS_SEED", "0"))
 MOST_OF_A_RUN = 5  # maximum number of kills of one run
 TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_nats")

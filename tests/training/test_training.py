@@ -88,12 +88,12 @@ def test_options_that_may_change_them_train(small: Small, option: str) -> None:
 
 
 def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
-    small: Small, fresh_command: Command, data_cache: Path
+    small: Small, command: Command, data_cache: Path
 ) -> None:
     first = fitted(small("trainer.max_steps=8"))
     summary = summary_of(first)
     evaluate = ["scripts/evaluate.py", f"checkpoint={first.directory.path}", f"data.cache_dir={data_cache}"]
-    done = fresh_command(*evaluate, "max_tokens=400")
+    done = command(*evaluate, "max_tokens=400")
     assert done.returncode == 0, done.stderr
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
     second = fitted(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))

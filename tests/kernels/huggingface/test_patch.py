@@ -28,8 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 CLASSES = [
-    *("Cohere", "Cohere2", "Gemma", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Mistral", "Olmo2", "Olmo3"),
-    *("Phi", "Phi3", "Qwen2", "Qwen3", "SmolLM3", "Starcoder2"),
+    *("Cohere", "Cohere2", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Olmo3", "Phi", "Qwen3"),
     *("GPTNeoX", "OPT", "Bloom", "Falcon"),  # decoders and heads of other names
 ]
 CLASSES_OF_FLA = [
@@ -233,7 +232,7 @@ def test_unpatch_gives_the_class_its_forward_back():
         cce_kernels.unpatch(model)
 
 
-@pytest.mark.parametrize("name", ["Gemma2", "Mixtral", "FLA's Transformer"])
+@pytest.mark.parametrize("name", ["Gemma2", "FLA's Transformer"])
 def test_compiles(name):
     """In one graph; FLA's forward calls super(), which breaks it."""
     ids, labels = batch()
