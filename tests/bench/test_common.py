@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from linrnn.core.errors import OutOfMemoryError, UnsupportedError
         (RuntimeError("shapes differ"), "failed"),
     ],
 )
-def test_a_failure_has_one_status_in_all_benchmarks(error: Exception, status: str) -> None:
+def test_a_failure_has_one_status_in_all_benchmarks(error, status):
     found, reason = status_and_reason(error)
     assert found == status
     assert reason
@@ -35,7 +34,7 @@ class _Row:
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(1, [1, 2]), (4, [1]), (14, [1])])
-def test_a_row_that_was_cut_off_swallows_no_later_row(missing: int, kept: list[int], tmp_path: Path) -> None:
+def test_a_row_that_was_cut_off_swallows_no_later_row(missing, kept, tmp_path):
     """A full disk or a kill cuts it off. A row that lacks its line end alone is whole."""
     append_rows(tmp_path, [_Row(1), _Row(2)])
     file = tmp_path / "rows.jsonl"

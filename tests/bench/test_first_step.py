@@ -23,7 +23,7 @@ def small(folder: Path) -> str:
     )
 
 
-def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tmp_path: Path) -> None:
+def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tmp_path):
     said: list[str] = []
     run_benchmark(config_of(tmp_path, small(tmp_path / "data")), "python benchmarks/first_step.py", said.append)
     [row] = read_rows(tmp_path)
@@ -39,7 +39,7 @@ def test_a_run_is_ended_after_its_first_step_and_its_stages_follow_each_other(tm
     assert f"1. `{run['command']}`: commit" in page.read_text()
 
 
-def test_a_run_finds_no_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_no_compiled_kernel(tmp_path, monkeypatch):
     """Whatever the machine has compiled before."""
     program = tmp_path / "train.py"
     program.write_text(

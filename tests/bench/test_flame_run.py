@@ -48,7 +48,7 @@ def _without_torchrun(monkeypatch) -> None:
     monkeypatch.setattr(flame_run, "LAUNCH", [sys.executable, "-m"])  # seconds less for every run
 
 
-def test_every_loss_is_one_run_of_flame_and_only_ours_is_registered(tmp_path: Path, monkeypatch) -> None:
+def test_every_loss_is_one_run_of_flame_and_only_ours_is_registered(tmp_path, monkeypatch):
     clone(tmp_path)
     told = {}
 
@@ -74,7 +74,7 @@ def test_every_loss_is_one_run_of_flame_and_only_ours_is_registered(tmp_path: Pa
     assert picture.stat().st_size > 1000
 
 
-def test_a_failed_run_is_an_error_that_shows_its_last_lines(tmp_path: Path) -> None:
+def test_a_failed_run_is_an_error_that_shows_its_last_lines(tmp_path):
     clone(tmp_path, "raise SystemExit('no such thing')\n")
     said: list[str] = []
     with pytest.raises(LinrnnError, match="flame's run with fla failed"):
@@ -85,7 +85,7 @@ def test_a_failed_run_is_an_error_that_shows_its_last_lines(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("override", "message"), [("flame=/nowhere", "git clone"), ("losses=[liger]", "choose fla, cce_kahan, fla_logits")]
 )
-def test_what_is_missing_or_unknown_is_an_error(tmp_path: Path, override: str, message: str) -> None:
+def test_what_is_missing_or_unknown_is_an_error(tmp_path, override, message):
     clone(tmp_path)
     with pytest.raises(ConfigError, match=message):
         run_benchmark(config_of(tmp_path, override), "python benchmarks/flame_run.py", lambda _: None)

@@ -27,7 +27,7 @@ def measured(folder: Path, *overrides: str, names: str = f'["{LLAMA}","{GEMMA2}"
     return rows
 
 
-def test_the_losses_agree_and_rows_become_a_page(tmp_path: Path) -> None:
+def test_the_losses_agree_and_rows_become_a_page(tmp_path):
     rows = measured(tmp_path, "losses=[liger,cce_kahan,'cce_kahan workspace_mib=4']")
     assert [row.loss for row in rows[:4]] == ["standard", "liger", "cce_kahan", "cce_kahan workspace_mib=4"]
     assert [row.model.split()[0] for row in rows] == 4 * ["llama"] + 4 * ["gemma2"]
@@ -54,7 +54,7 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path: Path) -> None:
     assert "1. `python benchmarks/models.py`: commit" in text
 
 
-def test_no_timed_step_holds_a_collection_of_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_timed_step_holds_a_collection_of_garbage(tmp_path, monkeypatch):
     """A full collection takes some 0.2 s."""
     enabled: list[bool] = []
     time_ms = problems.time_ms
@@ -69,9 +69,7 @@ def test_no_timed_step_holds_a_collection_of_garbage(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("breaks", ["standard", "cce_kahan"])
-def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
-) -> None:
+def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(tmp_path, monkeypatch, breaks):
     turn = models.Bench._turn
 
     def fails(bench: models.Bench, row: Row) -> None:
@@ -96,13 +94,13 @@ def test_a_loss_that_fails_in_a_round_costs_its_own_row_alone(
         ("['llama batch=1 seq=2 hiden_size=3']", "did you mean config.hidden_size"),
     ],
 )
-def test_a_wrong_model_is_refused(names: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_model_is_refused(names, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         measured(tmp_path, names=names)
 
 
 @pytest.mark.gpu
-def test_all_three_losses_on_a_gpu(tmp_path: Path) -> None:
+def test_all_three_losses_on_a_gpu(tmp_path):
     rows: list[Any] = measured(tmp_path, "device=cuda", "dtype=bf16", "losses=[liger,cce_kahan]")
     assert [row.status for row in rows] == 6 * ["ok"]
     for own in (rows[:3], rows[3:]):

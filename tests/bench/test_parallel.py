@@ -21,7 +21,7 @@ from benchmarks.parallel import (
 from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import Config
-from linrnn.core.errors import ConfigError, LinrnnError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.machine import GIB
 from linrnn.distributed import DistributedRanks, Launch
 from linrnn.models.architecture import resolve
@@ -66,7 +66,7 @@ def run(ranks: int) -> Measured:
     return Measured("torchrun …", "NVIDIA H200", ranks, describe_environment(), collectives, [loss], rows)
 
 
-def test_formulas_agree_with_the_memory_of_every_committed_step() -> None:
+def test_formulas_agree_with_the_memory_of_every_committed_step():
     """FSDP's rows of a later process are lower bounds: they lack at most all of the gradients of the DDP row before."""
     rows = [row for run in read_rows(RESULTS) for row in run.steps]
     assert {(row.parallel, row.cuda_graph) for row in rows} >= {
@@ -86,9 +86,7 @@ def test_formulas_agree_with_the_memory_of_every_committed_step() -> None:
     ("change", "error", "remedy"),
     [({"weak": ["ddp"]}, ConfigError, "weak=[fsdp,vocab]"), ({"weak": ["fsdp"]}, UnsupportedError, "cuda_graph=false")],
 )
-def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(
-    change: dict, error: type[LinrnnError], remedy: str, tmp_path: Path
-) -> None:
+def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(change, error, remedy, tmp_path):
     ranks = DistributedRanks(Launch(0, 0, 1, True), None, None, timedelta(seconds=1))
     config = load_config(["device=cpu", "cuda_graph=true", "strong=[]", f"output_dir={tmp_path}"], "bench_parallel")
     with pytest.raises(error) as refusal:
@@ -97,7 +95,7 @@ def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_page_shows_every_row_with_the_number_of_its_run(tmp_path: Path) -> None:
+def test_the_page_shows_every_row_with_the_number_of_its_run(tmp_path):
     runs = [run(2), run(4)]
     for one in runs:
         write(one, tmp_path, None)
@@ -109,7 +107,7 @@ def test_the_page_shows_every_row_with_the_number_of_its_run(tmp_path: Path) -> 
         assert ends == ["1"] * number + ["2"] * number
 
 
-def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval(tmp_path: Path) -> None:
+def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval(tmp_path):
     """Ranks with half of the sequences each. A machine that slows down between two repeats moves no efficiency."""
     alone, together = steps("none", 1, 8, 400.0), steps("fsdp", 2, 4, 250.0)
     for slower in (1.0, 2.0, 1.0, 1.0, 3.0):

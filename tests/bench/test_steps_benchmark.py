@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -56,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder: Path) -> None:
+def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder):
     rows = read_rows(folder)
     assert [row.loss for row in rows] == 2 * ["compiled", AGAIN, "cce_kahan accumulate=fp32", "liger"]
     for own in (rows[:3], rows[4:7]):
@@ -70,7 +69,7 @@ def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder: Path) -
             assert (row.device_ms, row.peak_gib, row.allocations, row.sm_mhz) == ([], None, None, []), "of a GPU"
 
 
-def test_ratios_follow_from_the_raw_times(folder: Path) -> None:
+def test_ratios_follow_from_the_raw_times(folder):
     lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     for number, own in enumerate(lines[:3]):
         pairs = [ms / base for ms, base in zip(own["wall_ms"], lines[0]["wall_ms"], strict=True)]
@@ -82,7 +81,7 @@ def test_ratios_follow_from_the_raw_times(folder: Path) -> None:
     assert row.tokens_per_second == pytest.approx(2 * 16 / row.step_ms * 1e3)
 
 
-def test_a_loss_that_cannot_run_here_is_a_row(folder: Path) -> None:
+def test_a_loss_that_cannot_run_here_is_a_row(folder):
     liger = read_rows(folder)[3]
     assert (liger.status, liger.rounds, liger.ratio) == ("unsupported", 0, None)
     assert "NVIDIA GPU" in liger.reason
@@ -95,9 +94,7 @@ def test_a_loss_that_cannot_run_here_is_a_row(folder: Path) -> None:
     assert "1. `python benchmarks/steps.py`: commit" in text
 
 
-def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(tmp_path, monkeypatch):
     turn = steps.Bench._turn
 
     def fails(bench: steps.Bench, loss: object, row: Row) -> None:
@@ -116,7 +113,7 @@ def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(
     assert rows[2].ratio is None
 
 
-def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> None:
+def test_the_first_values_are_those_of_the_untrained_model(tmp_path):
     """No step of the optimizer comes before them, and allocating its state moves no weight."""
     config = config_of(tmp_path)
     bench = steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2])
@@ -137,9 +134,7 @@ def test_the_first_values_are_those_of_the_untrained_model(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------------------------- CUDA graphs
 
 
-def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(folder, tmp_path, monkeypatch):
     graphs = Graphs(monkeypatch)
     rows = measured(tmp_path, "losses=['cce_kahan accumulate=fp32',torch_native]", models=f'["{GLA} {GRAPH}"]')
     assert [row.status for row in rows] == [*3 * ["ok"], "unsupported"]
@@ -156,7 +151,7 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[str]]) -> None:
+def test_a_step_is_the_trainers_step(optimizer, small):
     """The same weights after two steps on the same batch: nothing of a step is missing here."""
     options = (f"optimizer={optimizer}", "optimizer.max_grad_norm=0.1", "schedule=constant", "schedule.warmup_steps=0")
     trainer = Trainer(load_config(small(*options)))
@@ -192,9 +187,7 @@ def test_a_step_is_the_trainers_step(optimizer: str, small: Callable[..., list[s
         (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
     ],
 )
-def test_what_has_no_meaning_is_refused_before_anything_is_measured(
-    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_meaning_is_refused_before_anything_is_measured(line, message, tmp_path, monkeypatch):
     def as_on_a_gpu(run: Config, _device: torch.device, *rest: int) -> None:  # a CPU is the first hindrance of a graph
         check_cuda_graph(run, torch.device("cuda"), *rest)
 
@@ -207,7 +200,7 @@ def test_what_has_no_meaning_is_refused_before_anything_is_measured(
 # -------------------------------------------------------------------------------------------------- trained weights
 
 
-def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callable[..., list[str]]) -> None:
+def test_a_line_may_start_from_a_run_and_its_data(tmp_path, small):
     """The first values are those of the run's next step on the data's first batch."""
     trained = fitted(small("optimizer.lr=0.01", "schedule=constant"))
     source, vocabulary = trained.directory.path, trained.architecture.vocab_size
@@ -231,7 +224,7 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path: Path, small: Callabl
 
 
 @pytest.mark.gpu
-def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
+def test_memory_and_device_times_on_a_gpu(tmp_path):
     line = GLA.replace("fp32", "auto")
     rows = measured(tmp_path, "device=cuda", "losses=[standard,cce_kahan,liger]", models=f'["{line}"]')
     assert [row.status for row in rows] == 5 * ["ok"]
@@ -242,7 +235,7 @@ def test_memory_and_device_times_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> None:
+def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path):
     """Values are those of eager passes, and a replay allocates nothing beyond what the eager step needs."""
     line = GLA.replace("fp32", "auto")
     rows = measured(tmp_path, "device=cuda", "losses=[cce_kahan,liger]", models=f'["{line}","{line} {GRAPH}"]')
@@ -256,7 +249,7 @@ def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path: Path) -> 
         assert median(graphed.host_ms) < median(eager.host_ms)
 
 
-def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
+def test_each_loss_may_have_a_batch_of_its_own(tmp_path):
     rows = measured(tmp_path, "losses=[standard,cce_kahan]", "batch_sizes=[2,1,3]")
     assert [(row.loss, row.batch) for row in rows] == [("compiled", 2), (AGAIN, 2), ("standard", 1), ("cce_kahan", 3)]
     compiled, _, eager, ours = rows
@@ -273,7 +266,7 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)
-def test_the_committed_intervals_are_what_the_kept_rounds_give(committed: Path) -> None:
+def test_the_committed_intervals_are_what_the_kept_rounds_give(committed):
     rows = read_rows(committed)
     bases = {row.line: row for row in rows if row.loss == "compiled"}
     for row in (row for row in rows if row.loss != "compiled" and row.status == "ok"):

@@ -1,7 +1,6 @@
 """benchmarks/trl_step.py: both heads run in one SFTTrainer and give the same loss; rows become a page."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ LLAMA = f"llama batch=2 seq=16 {SIZES} vocab_size=96"
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_both_heads_give_the_same_loss_and_trls_own_is_put_back(tmp_path: Path, loss_type: str, monkeypatch) -> None:
+def test_both_heads_give_the_same_loss_and_trls_own_is_put_back(tmp_path, loss_type, monkeypatch):
     utils: Any = importlib.import_module("trl.trainer.utils")
     own, calls = utils._ChunkedLogProbFunction, []
     apply = trl_step.cce_kernels.huggingface.trl.FusedHead.apply

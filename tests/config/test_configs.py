@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ NEEDED = {"data=text": ["data.path=some.txt"], "model=fla": ["model.config=delta
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes(group: str, option: str) -> None:
+def test_every_option_composes(group, option):
     if group == "sweep":  # its points: tests/config/test_grids.py
         assert load_config([f"sweep={option}"], "run_sweep").sweep.name == option
         return
@@ -41,7 +40,7 @@ def test_every_option_composes(group: str, option: str) -> None:
 
 
 @pytest.mark.parametrize("group", sorted(SCHEMAS))
-def test_a_group_has_a_file_for_every_option_or_for_none(group: str) -> None:
+def test_a_group_has_a_file_for_every_option_or_for_none(group):
     files = {path.stem for path in (CONFIG_DIR / group).glob("*.yaml")}
     assert options_of(group) == sorted(files or SCHEMAS[group])
     assert "" in SCHEMAS[group] or not files or files == set(SCHEMAS[group])
@@ -52,7 +51,7 @@ DATACLASSES |= {f"{group}={option}": schema for group, all in SCHEMAS.items() fo
 
 
 @pytest.mark.parametrize("owner", DATACLASSES)
-def test_every_key_is_explained(owner: str) -> None:
+def test_every_key_is_explained(owner):
     for field in dataclasses.fields(DATACLASSES[owner]):
         has_groups = owner in ("train", "run_sweep", "evaluate") or owner.startswith("logger=")
         if field.name not in {*SCHEMAS, "wandb"} or not has_groups:
@@ -60,12 +59,12 @@ def test_every_key_is_explained(owner: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIG_DIR)))
-def test_every_file_says_what_it_is(path: Path) -> None:
+def test_every_file_says_what_it_is(path):
     assert path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").startswith("# ")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_the_manual_of_an_option_has_its_keys_and_values(group: str, option: str) -> None:
+def test_the_manual_of_an_option_has_its_keys_and_values(group, option):
     title, text = manual_of(group, option)
     assert title in (f"{group}={option}", f"configs/{group}/{option}.yaml")
     assert text.startswith("# ")
@@ -76,7 +75,7 @@ def test_the_manual_of_an_option_has_its_keys_and_values(group: str, option: str
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "run_sweep", "generate", "tune"])
-def test_the_manual_of_a_command_has_its_keys_and_defaults(command: str) -> None:
+def test_the_manual_of_a_command_has_its_keys_and_defaults(command):
     shown = yaml.safe_load(manual_of_command(command)[1])
     for field in dataclasses.fields(COMMANDS[command]):
         assert field.name in shown or "meaning" not in field.metadata  # a group
@@ -84,13 +83,13 @@ def test_the_manual_of_a_command_has_its_keys_and_defaults(command: str) -> None
 
 
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
-def test_names_are_deterministic_and_complete(model: str) -> None:
+def test_names_are_deterministic_and_complete(model):
     assert run_name(load_config([f"model={model}", "size=mve", "loss=standard"])) == f"{model}-mve-standard-s0"
     changed = load_config([f"model={model}", "size=mve", "loss=standard", "trainer.batch_size=32", "seed=3"])
     assert run_name(changed) == f"{model}-mve-standard-b32-s3"
 
 
-def test_a_distributed_run_is_named_after_the_sequences_of_its_steps() -> None:
+def test_a_distributed_run_is_named_after_the_sequences_of_its_steps():
     whole = load_config(["parallel=ddp", "trainer.batch_size=8"])
     cut = load_config(["parallel=ddp", "trainer.batch_size=2", "trainer.accumulation_steps=2"])
     assert run_name(whole, 1) == run_name(cut, 2) == "gla-smoke-cce_kahan-ddp-b8-s0"
@@ -99,7 +98,7 @@ def test_a_distributed_run_is_named_after_the_sequences_of_its_steps() -> None:
     assert identity(cut, 4) != identity(cut, 2)
 
 
-def test_runs_of_different_identity_have_different_names() -> None:
+def test_runs_of_different_identity_have_different_names():
     variants = [
         [],
         ["trainer.batch_size=4"],
@@ -120,7 +119,7 @@ def test_runs_of_different_identity_have_different_names() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
 
 
-def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name() -> None:
+def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name():
     plain = load_config()
     changes = ["device=cpu", "logger.wandb.mode=disabled", "trainer.resume=never", "trainer.checkpoint_every=5"]
     changes += ["trainer.valid_every=5", "trainer.log_every=5", "trainer.warmup_measurement_steps=9"]
@@ -133,7 +132,7 @@ def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name() -> None:
     assert {key for key, value in settings(plain).items() if settings(other)[key] != value} == keys
 
 
-def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not() -> None:
+def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not():
     def name(*overrides: str) -> str:
         return run_name(load_config(overrides))
 
@@ -147,7 +146,7 @@ def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not() 
     assert len({name(f"trainer.max_steps={steps}") for steps in (20, 60, 100)}) == 3
 
 
-def test_a_run_does_not_go_beyond_its_schedule_unless_that_is_constant() -> None:
+def test_a_run_does_not_go_beyond_its_schedule_unless_that_is_constant():
     beyond = ["schedule.steps=100", "trainer.max_steps=101"]
     for schedule in ("cosine", "wsd"):
         with pytest.raises(ConfigError, match=f"101 steps go beyond schedule.steps=100, .* {schedule}"):
@@ -156,13 +155,13 @@ def test_a_run_does_not_go_beyond_its_schedule_unless_that_is_constant() -> None
 
 
 @pytest.mark.parametrize("loss", sorted(SCHEMAS["loss"]))
-def test_a_written_configuration_reads_back_equal(loss: str, tmp_path: Path) -> None:
+def test_a_written_configuration_reads_back_equal(loss, tmp_path):
     config = load_config([f"loss={loss}", "data=stdlib", "optimizer.lr=0.123"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert read_config(tmp_path / "config.yaml") == config
 
 
-def test_a_configuration_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_that_lacks_a_key_is_refused(tmp_path):
     """The key's default may not be what the run had."""
     lines = to_yaml(load_config(["parallel=fsdp"])).splitlines()
     for key in ("seed", "batch_size", "keep_gathered", "entity", "head_k_dim"):
@@ -172,7 +171,7 @@ def test_a_configuration_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
             read_config(tmp_path / "config.yaml")
 
 
-def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden() -> None:
+def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden():
     run = load_config(["data=text", "data.path=a b.txt", "data.max_tokens=7", "data.cache_dir=/gone"]).data
     default = load_config(["data=text", "data.path=x"]).data
     assert data_for(run, ()) == dataclasses.replace(run, cache_dir=default.cache_dir)
@@ -193,14 +192,14 @@ def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden() -> None
         ("~data.path", "no key can be removed"),
     ],
 )
-def test_a_wrong_override_of_a_runs_data_is_refused(override: str, message: str) -> None:
+def test_a_wrong_override_of_a_runs_data_is_refused(override, message):
     run = load_config(["data=text", "data.path=a.txt"]).data
     with pytest.raises(ConfigError, match=re.escape(message)):
         data_for(run, [override])
 
 
 @pytest.mark.parametrize("command", [name for name, schema in COMMANDS.items() if issubclass(schema, ReadingConfig)])
-def test_commands_that_read_runs_keep_what_is_said_of_data(command: str) -> None:
+def test_commands_that_read_runs_keep_what_is_said_of_data(command):
     needed = {"evaluate": ["checkpoint=x"], "profile_sparsity": ["checkpoints=[x]"], "bench_loss": []}[command]
     assert load_config(needed, command).data == []
     data = ["data=text", "data.path=x=y.txt", "+data.more=1"]
@@ -212,7 +211,7 @@ def test_commands_that_read_runs_keep_what_is_said_of_data(command: str) -> None
         load_config([*needed, "data.path=${oc.env:HOME}"], command)
 
 
-def test_the_command_line_beats_an_experiment() -> None:
+def test_the_command_line_beats_an_experiment():
     config = load_config(["experiment=mve", "data=stdlib", "trainer.batch_size=3", "size=smoke"])
     assert (config.trainer.batch_size, config.size.name, config.data.name) == (3, "smoke", "stdlib")
     assert config.trainer.seq_len == 2048
@@ -229,7 +228,7 @@ def test_the_command_line_beats_an_experiment() -> None:
         ["model=gla", "size=smoke", "experiment=phase1"],
     ],
 )
-def test_options_first_and_single_keys_then_is_what_hydra_does(overrides: list[str]) -> None:
+def test_options_first_and_single_keys_then_is_what_hydra_does(overrides):
     found = compose_config(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG_DIR)):
         at_once = compose("train", overrides=overrides)
@@ -238,7 +237,7 @@ def test_options_first_and_single_keys_then_is_what_hydra_does(overrides: list[s
     assert OmegaConf.is_struct(found) is OmegaConf.is_struct(at_once) is True
 
 
-def test_a_command_of_another_package_is_a_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_of_another_package_is_a_dataclass(monkeypatch):
     @dataclasses.dataclass
     class Bench:
         """What it measures."""
@@ -264,7 +263,7 @@ def test_a_command_of_another_package_is_a_dataclass(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("key", ["init_from", "continue_from", "results_dir", "data.cache_dir", "data.path"])
-def test_an_empty_path_is_no_path(key: str) -> None:
+def test_an_empty_path_is_no_path(key):
     with pytest.raises(ConfigError, match=f"{key} is empty"):
         load_config([*(["data=text"] if key == "data.path" else []), f"{key}="])
 
@@ -274,7 +273,7 @@ LONG = ["trainer.batch_size=3", "trainer.seq_len=777", "optimizer.beta1=0.81", "
 LONG += ["optimizer.weight_decay=0.123", "schedule.min_lr_ratio=0.2", "trainer.valid_tokens=4321"]
 
 
-def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart() -> None:
+def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart():
     varied = ("optimizer.eps=1e-7", "optimizer.eps=1e-6", "trainer.valid_tokens=1", "trainer.valid_tokens=2")
     names = [run_name(load_config([*LONG, choice])) for choice in varied]
     assert len(set(names)) == len(varied), "a hash stands for the words that do not fit"
@@ -285,7 +284,7 @@ def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart() -> None:
         assert name.endswith("-s0")
 
 
-def test_a_summary_lists_every_choice_as_overrides_that_make_the_run() -> None:
+def test_a_summary_lists_every_choice_as_overrides_that_make_the_run():
     config = load_config(LONG)
     choices = names_of_run(config, run_name(config), world_size=1)["choices"]
     assert load_config(shlex.split(choices)) == config

@@ -20,7 +20,7 @@ def points(sweep: SweepConfig, *overrides: str) -> list[str]:
     return [" ".join(point) for point in sweep_points(sweep, overrides)]
 
 
-def test_a_grid_is_crossed_in_full_the_last_key_fastest() -> None:
+def test_a_grid_is_crossed_in_full_the_last_key_fastest():
     assert points(ONE) == [
         "group=one loss=standard seed=0",
         "group=one loss=standard seed=1",
@@ -29,7 +29,7 @@ def test_a_grid_is_crossed_in_full_the_last_key_fastest() -> None:
     ]
 
 
-def test_the_command_line_replaces_an_axis_and_crosses_lists_of_its_own() -> None:
+def test_the_command_line_replaces_an_axis_and_crosses_lists_of_its_own():
     assert points(ONE, "seed=7", "loss=standard") == ["group=one loss=standard seed=7"]
     assert points(ONE, "seed=7", "loss=standard", "trainer.batch_size=1,2") == [
         "group=one loss=standard seed=7 trainer.batch_size=1",
@@ -37,7 +37,7 @@ def test_the_command_line_replaces_an_axis_and_crosses_lists_of_its_own() -> Non
     ]
 
 
-def test_options_of_a_loss_go_with_that_loss_alone() -> None:
+def test_options_of_a_loss_go_with_that_loss_alone():
     assert points(OPTIONS, "loss=standard,cce_kahan") == [
         "loss=standard",
         "loss=cce_kahan",
@@ -46,7 +46,7 @@ def test_options_of_a_loss_go_with_that_loss_alone() -> None:
     assert points(OPTIONS, "loss=standard") == ["loss=standard"]
 
 
-def test_a_sweep_without_points_and_an_unreadable_override_are_refused() -> None:
+def test_a_sweep_without_points_and_an_unreadable_override_are_refused():
     only = SweepConfig("only", [], OPTIONS.grids[1:])
     with pytest.raises(ConfigError, match="no point"):
         sweep_points(only, ["loss=standard"])
@@ -55,7 +55,7 @@ def test_a_sweep_without_points_and_an_unreadable_override_are_refused() -> None
 
 
 @pytest.mark.parametrize("name", SWEEPS)
-def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) -> None:
+def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name):
     sweep = load_config([f"sweep={name}"], "run_sweep").sweep
     assert sweep.name == name
     for grid in sweep.grids:  # a few points of each, including first and last: all would take hundreds of compositions
@@ -66,14 +66,14 @@ def test_every_point_of_every_sweep_composes_under_the_sweep_s_group(name: str) 
         assert len(set(map(run_name, configs))) == len(configs)
 
 
-def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas() -> None:
+def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas():
     sweep = load_config(["sweep=fla_models"], "run_sweep").sweep
     models = {value for grid in sweep.grids for value in grid["model.config"]}
     assert models <= set(fla_models())
     assert len(models) == 26
 
 
-def test_overrides_are_told_apart_by_their_first_word() -> None:
+def test_overrides_are_told_apart_by_their_first_word():
     given = ["sweep=mve", "jobs=2", "loss=standard", "hydra/launcher=submitit_local", "hydra.launcher.nodes=1"]
     own, launcher, runs = split_overrides([*given, "trainer.max_steps=3", "sweep.name=x"], "run_sweep")
     assert own == ["sweep=mve", "jobs=2", "sweep.name=x"]

@@ -104,7 +104,7 @@ def hostile_keys(draw: random.Random) -> list[str]:
     return [*leaves, *leaves, *groups, *hydra, *odd, *typos]
 
 
-def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: Path) -> None:
+def test_random_and_hostile_command_lines(hostile_values, tmp_path):
     draw = random.Random(SEED)
     keys = hostile_keys(draw)
     options = [option for group in menu_of() for option in options_of(group)]
@@ -141,7 +141,7 @@ def test_random_and_hostile_command_lines(hostile_values: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "run_sweep"])
-def test_other_commands(command: str, hostile_values: list[str]) -> None:
+def test_other_commands(command, hostile_values):
     draw = random.Random(SEED)
     needed = {"evaluate": ["checkpoint=x"], "generate": ["checkpoint=x"], "run_sweep": ["sweep=mve"]}[command]
     keys = [*hostile_keys(draw), *[key for key, _, _ in fields_of(load_config(needed, command))] * 5]
@@ -173,7 +173,7 @@ def test_other_commands(command: str, hostile_values: list[str]) -> None:
         "hydra.sweep.dir=/tmp/x",
     ],
 )
-def test_a_sweep_takes_a_launcher_of_hydra_and_no_more(override: str) -> None:
+def test_a_sweep_takes_a_launcher_of_hydra_and_no_more(override):
     assert split_overrides([override], "run_sweep") == ([], [override], [])
     with pytest.raises(ConfigError, match=r"no such (launcher|key)"):
         read_launcher(["hydra/launcher=submitit_slurm", override])
@@ -191,7 +191,7 @@ def test_a_sweep_takes_a_launcher_of_hydra_and_no_more(override: str) -> None:
         "\x00",
     ],
 )
-def test_a_hostile_config_yaml_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_config_yaml_is_refused(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(text)
     with WATCH.watching() as seen, pytest.raises(ConfigError):
@@ -201,7 +201,7 @@ def test_a_hostile_config_yaml_is_refused(text: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("script", ["breakdown", "find_max_batch", "tune"])
-def test_a_command_that_measures_this_machine_takes_no_launcher(script: str, command_here: Callable[..., Any]) -> None:
+def test_a_command_that_measures_this_machine_takes_no_launcher(script, command_here):
     done = command_here(f"scripts/{script}.py", "hydra/launcher=submitit_local")
     assert done.returncode == ConfigError.exit_code
     assert "this machine" in done.stderr

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -51,7 +50,7 @@ def value_of(config: object, key: str) -> object:
 
 
 @pytest.mark.parametrize(("command", "option", "key"), keys_of_paths(), ids=lambda value: str(value))
-def test_every_key_of_a_path_takes_every_name(command: str, option: list[str], key: str) -> None:
+def test_every_key_of_a_path_takes_every_name(command, option, key):
     needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
     needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
     for name in HOSTILE:
@@ -76,7 +75,7 @@ def test_every_key_of_a_path_takes_every_name(command: str, option: list[str], k
         ("a,b", "a,b"),
     ],
 )
-def test_the_text_s_path_may_be_a_list(value: str, paths: list[str] | str) -> None:
+def test_the_text_s_path_may_be_a_list(value, paths):
     data = load_config(["data=text", f"data.path={value}", f"data.valid_path={value}"]).data
     assert (data.path, data.valid_path) == (paths, paths)
 
@@ -92,12 +91,12 @@ def test_the_text_s_path_may_be_a_list(value: str, paths: list[str] | str) -> No
         (["data.path=x", "data.document_separator=''"], "data.document_separator is empty"),
     ],
 )
-def test_what_is_no_path_or_separator_is_refused(overrides: list[str], cause: str) -> None:
+def test_what_is_no_path_or_separator_is_refused(overrides, cause):
     with pytest.raises(ConfigError, match=cause):
         load_config(["data=text", *overrides])
 
 
-def test_a_separator_is_taken_literally_with_its_line_breaks() -> None:
+def test_a_separator_is_taken_literally_with_its_line_breaks():
     for separator in ("\n---\n", "blank_line", "1", "null\n", "[x]", "a,b", " "):
         assert (
             load_config(["data=text", "data.path=x", f"data.document_separator={separator}"]).data.document_separator
@@ -106,7 +105,7 @@ def test_a_separator_is_taken_literally_with_its_line_breaks() -> None:
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.cache_dir"])
-def test_the_data_of_a_command_that_reads_runs(key: str) -> None:
+def test_the_data_of_a_command_that_reads_runs(key):
     trained = load_config(["data=text", "data.path=x"]).data
     config = load_config(["checkpoint=x", f"{key}=it's [mine], ü"], "evaluate")
     assert value_of(data_for(trained, config.data), key.removeprefix("data.")) == "it's [mine], ü"
@@ -115,33 +114,33 @@ def test_the_data_of_a_command_that_reads_runs(key: str) -> None:
 @given(
     st.lists(st.sampled_from([*"aZ_9./+-", "inf", "nan", "true", "null", "1e5", "0x1", "../"]), min_size=1).map("".join)
 )
-def test_every_word_of_letters_digits_and_marks_of_paths_is_taken_as_it_stands(value: str) -> None:
+def test_every_word_of_letters_digits_and_marks_of_paths_is_taken_as_it_stands(value):
     assume(value.lower() != "null")
     [point] = sweep_points(SweepConfig(name="x", overrides=[], grids=[{"seed": [0]}]), [f"results_dir={value}"])
     assert load_config([f"results_dir={value}"]).results_dir == load_config(point).results_dir == value
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])
-def test_a_path_that_cannot_be_printed_is_refused(text: str) -> None:
+def test_a_path_that_cannot_be_printed_is_refused(text):
     with pytest.raises(ConfigError, match="cannot be printed"):
         load_config([f"results_dir={text}"])
     with pytest.raises(ConfigError, match="cannot be printed"):
         load_config(["checkpoints=[a]", f'checkpoints=["{text}"]'], "profile_sparsity")
 
 
-def test_a_prompt_may_have_lines_quotes_and_commas() -> None:
+def test_a_prompt_may_have_lines_quotes_and_commas():
     prompt = 'He said: "it\'s, well,\nfine" [x]'
     assert load_config(["checkpoint=x", f"prompt={prompt}"], "generate").prompt == prompt
 
 
-def test_what_the_user_has_quoted_and_null_keep_their_meaning() -> None:
+def test_what_the_user_has_quoted_and_null_keep_their_meaning():
     config = load_config(["results_dir='a, b'", 'init_from="it\'s"'])
     assert (config.results_dir, config.init_from) == ("a, b", "it's")
     assert load_config(["init_from=null"]).init_from is None
     assert load_config(["init_from='null'"]).init_from == "null"
 
 
-def test_lists_keep_hydra_s_grammar_and_say_how_to_quote() -> None:
+def test_lists_keep_hydra_s_grammar_and_say_how_to_quote():
     config = load_config(["checkpoints=[\"a, b\",c d,'ü']"], "profile_sparsity")
     assert config.checkpoints == ["a, b", "c d", "ü"]
     with pytest.raises(ConfigError, match="cannot be read") as error:
@@ -149,13 +148,13 @@ def test_lists_keep_hydra_s_grammar_and_say_how_to_quote() -> None:
     assert "'checkpoints=[\"a, b\",c]'" in error.value.remedy
 
 
-def test_a_key_may_be_given_twice_with_one_value() -> None:
+def test_a_key_may_be_given_twice_with_one_value():
     refuse_repeated(["seed=1", "model=gla", "seed=1"])
     with pytest.raises(ConfigError, match=r"model is given 3 times \(gla, kda, fla\)"):
         refuse_repeated(["model=gla", "seed=1", "model=kda", "model=fla"])
 
 
-def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits() -> None:
+def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits():
     config = load_config(["parallel=ddp"])
     for key, field, _ in fields_of(config):
         for kind, value in ((float, "inf"), (int, "99999999999999999999")):
@@ -164,12 +163,12 @@ def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits() -> None:
                     load_config(["parallel=ddp", f"{key}={value}"])
 
 
-def test_numbers_in_lists_fit_in_64_bits() -> None:
+def test_numbers_in_lists_fit_in_64_bits():
     with pytest.raises(ConfigError, match="64 bits"):
         load_config(["checkpoint=x", "prompt_tokens=[99999999999999999999]"], "generate")
 
 
-def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping() -> None:
+def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping():
     config = load_config(["optimizer.max_grad_norm=inf"])
     assert config.optimizer.max_grad_norm is None
     assert config == load_config(["optimizer.max_grad_norm=null"])
@@ -189,14 +188,14 @@ def test_an_infinite_max_grad_norm_is_pytorch_s_word_for_no_clipping() -> None:
         ["experiment=mve", "trainer.max_tokens=null", "trainer.max_steps=7", "results_dir='quoted\\''"],
     ],
 )
-def test_a_configuration_goes_back_to_the_overrides_that_make_it(overrides: list[str]) -> None:
+def test_a_configuration_goes_back_to_the_overrides_that_make_it(overrides):
     config = load_config(overrides)
     assert load_config(overrides_of(config)) == config
     assert len(overrides_of(config)) <= len(overrides) or "experiment=mve" in overrides
 
 
 # -------------------------------------------------------------------------------------------------------- sweeps
-def test_a_sweep_takes_several_values_and_paths_as_they_stand() -> None:
+def test_a_sweep_takes_several_values_and_paths_as_they_stand():
     sweep = SweepConfig(name="x", overrides=[], grids=[{"loss": ["standard"]}])
     points = sweep_points(sweep, ["data.path=/my texts/it's.txt", "init_from=a,b", "results_dir=a=b"])
     assert [load_config(["data=text", *point]).data.path for point in points] == ["/my texts/it's.txt"] * 2
@@ -204,7 +203,7 @@ def test_a_sweep_takes_several_values_and_paths_as_they_stand() -> None:
     assert {load_config(["data=text", *point]).results_dir for point in points} == {"a=b"}
 
 
-def test_a_sweep_asks_whether_a_comma_divides_values() -> None:
+def test_a_sweep_asks_whether_a_comma_divides_values():
     sweep = SweepConfig(name="x", overrides=["data=text"], grids=[{"seed": [0]}])
     with pytest.raises(ConfigError, match="one value or several") as error:
         sweep_points(sweep, ["data.path=it's,b"])
@@ -212,7 +211,7 @@ def test_a_sweep_asks_whether_a_comma_divides_values() -> None:
     assert [load_config(point).data.path for point in sweep_points(sweep, ["data.path='it,s',b"])] == ["it,s", "b"]
 
 
-def test_a_grid_s_strings_lists_and_mappings_reach_the_runs() -> None:
+def test_a_grid_s_strings_lists_and_mappings_reach_the_runs():
     grid = {"init_from": ["a, b", "it's"], "logger.wandb.tags": [["ü", "x, y"], []]}
     points = [load_config(point) for point in sweep_points(SweepConfig(name="x", overrides=[], grids=[grid]), [])]
     assert [config.init_from for config in points] == ["a, b", "a, b", "it's", "it's"]
@@ -236,9 +235,7 @@ HEAD = "defaults: [/schema/sweep@_here_, _self_]\n\nname: broken\n"
         ("name: \xff\n", "is no YAML"),
     ],
 )
-def test_a_broken_sweep_names_file_and_line(
-    text: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
     shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
     monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
     (tmp_path / "configs" / "sweep" / "broken.yaml").write_bytes(text.encode("latin-1"))
@@ -248,7 +245,7 @@ def test_a_broken_sweep_names_file_and_line(
     assert cause in error.value.cause
 
 
-def test_an_override_of_a_sweep_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_override_of_a_sweep_that_is_no_text_is_refused(tmp_path, monkeypatch):
     shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
     monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
     (tmp_path / "configs/sweep/slip.yaml").write_text(f"{HEAD}overrides: [trainer.max_steps: 3]\ngrids: []\n", "utf-8")

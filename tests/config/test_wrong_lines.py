@@ -117,14 +117,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("command", "line", "cause", "remedy"), LINES, ids=[f"{c} {line}" for c, line, *_ in LINES])
-def test_answered_with_its_cause_and_what_to_write_instead(
-    command: str,
-    line: str,
-    cause: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_answered_with_its_cause_and_what_to_write_instead(command, line, cause, remedy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["command.py", *line.split()])
     start = run_many if command in ("run_sweep", "find_max_batch", "tune") else run
     with pytest.raises(SystemExit) as stop:
@@ -137,7 +130,7 @@ def test_answered_with_its_cause_and_what_to_write_instead(
     assert remedy in second
 
 
-def test_help_is_printed_before_torch_or_hydra_is_imported() -> None:
+def test_help_is_printed_before_torch_or_hydra_is_imported():
     program = (
         "import sys; sys.argv = ['train.py', 'loss=liger', '--help']\n"
         "from linrnn.config.cli import run\n"

@@ -18,7 +18,7 @@ def linrnn(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "linrnn", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_every_script_is_a_command_of_the_same_name() -> None:
+def test_every_script_is_a_command_of_the_same_name():
     scripts = {path.stem: path for path in [*(ROOT / "scripts").glob("*.py"), ROOT / "train.py"]}
     assert scripts.keys() == COMMANDS.keys()
     for name, path in scripts.items():
@@ -37,14 +37,14 @@ def test_every_script_is_a_command_of_the_same_name() -> None:
         (["sweep", "hydra.x=1", "--help"], 0, "usage: linrnn sweep "),
     ],
 )
-def test_what_the_program_answers(arguments: list[str], code: int, printed: str) -> None:
+def test_what_the_program_answers(arguments, code, printed):
     done = linrnn(*arguments)
     assert done.returncode == code
     assert printed in done.stdout + done.stderr
     assert all(len(line) <= WIDTH for line in done.stdout.splitlines())
 
 
-def test_printed_commands_are_of_the_kind_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_are_of_the_kind_that_was_typed(monkeypatch):
     text = "python scripts/report.py group=x, or python train.py; scripts/maintain/diagrams.py"
     assert as_started(text) == text
     monkeypatch.setattr(sys, "argv", ["linrnn train", "model=gla"])
@@ -54,9 +54,7 @@ def test_printed_commands_are_of_the_kind_that_was_typed(monkeypatch: pytest.Mon
     assert environment.command_line() == "torchrun --nproc-per-node=2 -m linrnn train model=gla"
 
 
-def test_every_printed_command_names_the_interpreter_in_one_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_printed_command_names_the_interpreter_in_one_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
@@ -67,7 +65,7 @@ def test_every_printed_command_names_the_interpreter_in_one_way(
     assert as_started(".venv/bin/python scripts/report.py group=x") == "linrnn report group=x"
 
 
-def test_the_shell_completes_groups_options_and_keys() -> None:
+def test_the_shell_completes_groups_options_and_keys():
     assert {"model=", "seed=", "trainer.batch_size="} <= set(words_of("train"))
     assert {"loss=cce_kahan", "loss=standard"} <= set(words_of("train", "loss=cce"))
     assert "jobs=" in words_of("run_sweep")

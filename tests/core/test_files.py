@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,9 +26,7 @@ INTO_NEW_DIRECTORIES = {
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("write", [write_text, write_json])
-def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, str], None], call: str
-) -> None:
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch, write, call):
     path = tmp_path / "runs.json"
     write(path, "old")
     before = path.read_bytes()
@@ -54,7 +51,7 @@ def _write_often(path: Path, letter: str) -> None:
             assert len(set(path.read_text())) == 1
 
 
-def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_write_the_same_file_at_once(tmp_path):
     path = tmp_path / "report.md"
     writers = [start(_write_often, path, letter) for letter in "ab"]
     for writer in writers:
@@ -64,7 +61,7 @@ def test_two_processes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["report.md"]
 
 
-def test_ctrl_c_within_a_write_leaves_nothing_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_within_a_write_leaves_nothing_beside_the_file(tmp_path, monkeypatch):
     def interrupted(descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -74,7 +71,7 @@ def test_ctrl_c_within_a_write_leaves_nothing_beside_the_file(tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_json_comes_back(tmp_path):
     path = tmp_path / "rows.json"
     write_json(path, {"device": "übergroß", "rows": [1.5, None]})
     assert read_json(path) == {"device": "übergroß", "rows": [1.5, None]}
@@ -94,11 +91,11 @@ def test_json_comes_back(tmp_path: Path) -> None:
     ],
     ids=["empty", "whole", "cut off", "without its end", "zeros", "nested deeply", "no JSON, but not cut off"],
 )
-def test_only_a_last_line_that_was_cut_off_is_left_out(content: bytes, kept: bytes) -> None:
+def test_only_a_last_line_that_was_cut_off_is_left_out(content, kept):
     assert whole_lines(content) == kept
 
 
-def test_no_module_writes_a_file_in_place() -> None:
+def test_no_module_writes_a_file_in_place():
     in_place = re.compile(r"(?<!self)(?<!directory)\.write_(text|bytes)\(|json\.dump\(")
     found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if in_place.search(path.read_text())}
     assert found == INTO_NEW_DIRECTORIES

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +39,7 @@ def alive(process: int) -> bool:
         *((number, os.kill) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)),
     ],
 )
-def test_a_signal_ends_the_workers_and_begins_no_waiting_task(
-    number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
-) -> None:
+def test_a_signal_ends_the_workers_and_begins_no_waiting_task(number, send, tmp_path):
     program, log = tmp_path / "program.py", tmp_path / "log"
     program.write_text(PROGRAM)
     with log.open("wb") as file:

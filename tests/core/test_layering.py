@@ -47,17 +47,17 @@ def files(location: Path) -> list[Path]:
     return sorted(location.rglob("*.py"))
 
 
-def test_linrnn_holds_packages_only() -> None:
+def test_linrnn_holds_packages_only():
     assert {path.name for path in LINRNN.glob("*.py")} == {"__init__.py", "__main__.py"}
     assert {path.parent.name for path in LINRNN.glob("*/__init__.py")} == set(ORDER)
 
 
-def test_linrnn_itself_makes_the_losses_known_and_no_more() -> None:
+def test_linrnn_itself_makes_the_losses_known_and_no_more():
     """Composing a configuration needs the losses' options; `config` stands below `losses`."""
     assert imports(LINRNN / "__init__.py") == {"linrnn.losses"}
 
 
-def test_a_composed_configuration_has_imported_no_torch() -> None:
+def test_a_composed_configuration_has_imported_no_torch():
     """Wrong keys and --help are answered at once, although every loss's file has been read."""
     program = "import sys, linrnn.config as c; c.load_config(['loss=liger']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -65,20 +65,20 @@ def test_a_composed_configuration_has_imported_no_torch() -> None:
 
 
 @pytest.mark.parametrize("package", ORDER)
-def test_a_package_imports_only_packages_before_it(package: str) -> None:
+def test_a_package_imports_only_packages_before_it(package):
     allowed = {*ORDER[: ORDER.index(package) + 1]}
     for path in files(LINRNN / package):
         used = {name.split(".")[1] for name in imports(path) if name.startswith("linrnn.")}
         assert used <= allowed, f"{path.relative_to(ROOT)} imports {sorted(used - allowed)}"
 
 
-def test_no_package_imports_what_no_wheel_holds() -> None:
+def test_no_package_imports_what_no_wheel_holds():
     for path in (*files(LINRNN), *files(KERNELS)):
         assert not roots(path) & {"benchmarks", "study", "scripts", "tests"}, path
 
 
 @pytest.mark.parametrize("root", [LINRNN, KERNELS], ids=["linrnn", "cce_kernels"])
-def test_modules_import_each_other_in_no_circle(root: Path) -> None:
+def test_modules_import_each_other_in_no_circle(root):
     """Imports at the top of a module and inside functions both count."""
     modules = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in files(root)}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
@@ -89,13 +89,13 @@ def test_modules_import_each_other_in_no_circle(root: Path) -> None:
 
 
 @pytest.mark.parametrize("root", [LINRNN, KERNELS], ids=["linrnn", "cce_kernels"])
-def test_no_folder_holds_more_than_a_dozen_modules(root: Path) -> None:
+def test_no_folder_holds_more_than_a_dozen_modules(root):
     for folder in {path.parent for path in files(root)}:
         modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(modules) <= 12, f"{folder.relative_to(ROOT)}: {sorted(modules)}"
 
 
-def test_the_kernels_import_torch_and_triton_alone() -> None:
+def test_the_kernels_import_torch_and_triton_alone():
     allowed = {"torch", "triton", "cce_kernels"} | sys.stdlib_module_names
     assert files(KERNELS)
     for path in files(KERNELS):
@@ -104,7 +104,7 @@ def test_the_kernels_import_torch_and_triton_alone() -> None:
         assert not surplus, f"{path.name} imports {sorted(surplus)}"
 
 
-def test_the_core_of_the_kernels_imports_no_more_of_the_filter_than_its_rule() -> None:
+def test_the_core_of_the_kernels_imports_no_more_of_the_filter_than_its_rule():
     """Only the backends, which assemble the implementations, may import the filter's kernels."""
     for path in files(KERNELS):
         if path.relative_to(KERNELS).parts[0] not in ("filter", "backends"):
@@ -112,13 +112,13 @@ def test_the_core_of_the_kernels_imports_no_more_of_the_filter_than_its_rule() -
             assert all(name.startswith("cce_kernels.filter.rule") for name in of_filter), path.name
 
 
-def test_only_the_loss_backends_name_the_kernels() -> None:
+def test_only_the_loss_backends_name_the_kernels():
     users = {path for path in files(LINRNN) if "cce_kernels" in path.read_text()}
     assert users
     assert all(path.is_relative_to(LINRNN / "losses") for path in users)
 
 
-def test_hydra_and_omegaconf_stay_in_the_config_package() -> None:
+def test_hydra_and_omegaconf_stay_in_the_config_package():
     users = {path for path in files(LINRNN) if roots(path) & {"hydra", "omegaconf"}}
     assert users
     assert all(path.is_relative_to(LINRNN / "config") for path in users)

@@ -30,7 +30,7 @@ def run_directory(path: Path) -> RunDirectory:
     return RunDirectory(path, identity={"seed": 0}, resume="auto")
 
 
-def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path: Path) -> None:
+def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path):
     first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
     assert not second.taken()
     assert first.take()
@@ -44,13 +44,13 @@ def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path: Path) ->
     second.release()
 
 
-def test_a_directory_that_is_not_there_is_not_taken(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_not_taken(tmp_path):
     assert not DirectoryLock(tmp_path / "not" / "yet").taken()
     with pytest.raises(FileNotFoundError):
         DirectoryLock(tmp_path / "not" / "yet").take()
 
 
-def test_an_owner_that_died_has_it_no_more(tmp_path: Path) -> None:
+def test_an_owner_that_died_has_it_no_more(tmp_path):
     assert in_a_child(lambda: DirectoryLock(tmp_path).take())
     assert not DirectoryLock(tmp_path).taken()
     lock = DirectoryLock(tmp_path)
@@ -58,7 +58,7 @@ def test_an_owner_that_died_has_it_no_more(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_asking_again_and_again_refuses_no_opener(tmp_path: Path) -> None:
+def test_asking_again_and_again_refuses_no_opener(tmp_path):
     """If asking took the lock itself, a tenth of the attempts to open would fail."""
     path = tmp_path / "run"
     first = run_directory(path)
@@ -96,7 +96,7 @@ def test_asking_again_and_again_refuses_no_opener(tmp_path: Path) -> None:
             thread.join()
 
 
-def test_a_run_that_is_moved_aside_is_locked_meanwhile(tmp_path: Path) -> None:
+def test_a_run_that_is_moved_aside_is_locked_meanwhile(tmp_path):
     path = tmp_path / "run"
     owner = run_directory(path)
     owner.open()
@@ -112,14 +112,14 @@ def test_a_run_that_is_moved_aside_is_locked_meanwhile(tmp_path: Path) -> None:
     assert (tmp_path / "run.1").is_dir()
 
 
-def test_a_directory_that_was_opened_and_left_empty_goes(tmp_path: Path) -> None:
+def test_a_directory_that_was_opened_and_left_empty_goes(tmp_path):
     directory = run_directory(tmp_path / "run")
     directory.open()
     directory.close()
     assert not (tmp_path / "run").exists()
 
 
-def test_the_users_of_a_group_share_a_directory_where_their_umask_says_so(tmp_path: Path) -> None:
+def test_the_users_of_a_group_share_a_directory_where_their_umask_says_so(tmp_path):
     before = os.umask(0o002)
     try:
         lock = DirectoryLock(tmp_path)

@@ -1,7 +1,6 @@
 """Expected memory and disk are compared with what the machine has, before anything is built or written."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +22,6 @@ from linrnn.training import plan as plan_module
 from linrnn.training.plan import Plan, make_training_plan
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
-
-
 # ---------------------------------------------------------------------------------------------------------- memory
 TWO = {"max": "500000", "current": "300000", "stat": "anon 1\ninactive_file 50000\n"}
 UNLIMITED = {**TWO, "max": "max\n"}
@@ -42,9 +38,7 @@ ONE = {"limit_in_bytes": "9000", "usage_in_bytes": "8000", "stat": "total_inacti
         ("4:memory:/b\n", {"memory/b": {**ONE, "limit_in_bytes": str(2**63 - 4096)}}, 1000 * 1024),
     ],
 )
-def test_free_memory_is_what_the_kernel_and_the_limits_of_a_container_leave(
-    cgroup: str, places: dict[str, dict[str, str]], expected: int, tmp_path: Path
-) -> None:
+def test_free_memory_is_what_the_kernel_and_the_limits_of_a_container_leave(cgroup, places, expected, tmp_path):
     files = {f"sys/fs/cgroup/{place}/memory.{k}": v for place, texts in places.items() for k, v in texts.items()}
     files |= {"proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 1000 kB\n", "proc/self/cgroup": cgroup}
     for name, text in files.items():
@@ -63,7 +57,7 @@ def plan_of(*overrides: str) -> tuple[Plan, architecture.Architecture]:
     return plan, plan.architecture(512)
 
 
-def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatch):
     plan, arch = plan_of("model=gla", "size=1b3", "data=markov", "loss=cce_kahan")
     has(monkeypatch, 8)
     with pytest.raises(UnsupportedError) as refused:
@@ -76,7 +70,7 @@ def test_a_step_that_cannot_fit_on_a_cpu_is_refused_with_both_figures(monkeypatc
     assert plan_module.check_step_fits(plan, arch) is None
 
 
-def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch):
     plan, arch = plan_of("model=gla", "size=smoke", "data=markov")
     estimate = plan.memory_estimate(arch)
     assert estimate is not None
@@ -88,7 +82,7 @@ def test_the_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyP
         plan_module.check_step_fits(plan, arch)
 
 
-def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch):
     plan, arch = plan_of("model=gla", "size=1b3", "data=markov")
     plan = replace(plan, device=torch.device("cuda"))
     estimate, state = plan.memory_estimate(arch), sum(plan.training_state(arch).values())
@@ -111,9 +105,7 @@ def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch: p
         plan_module.check_step_fits(budget, arch)
 
 
-def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(small, tmp_path, monkeypatch):
     from linrnn.training.trainer import Trainer
 
     has(monkeypatch, 1e-6)
@@ -124,7 +116,7 @@ def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(
     assert not results.exists()
 
 
-def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypatch):
     _, arch = plan_of("model=gla", "size=1b3", "data=markov")
     has(monkeypatch, 2)
     with pytest.raises(UnsupportedError, match=r"parameters need \d"):
@@ -132,7 +124,7 @@ def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypa
 
 
 # ------------------------------------------------------------------------------------------------------------ disk
-def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: Path) -> None:
+def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path):
     cache = tmp_path / "cache"
     config = load_config(["data=markov", f"data.cache_dir={cache}"]).data
     with pytest.raises(StorageError, match="GiB are free there"):
@@ -140,7 +132,7 @@ def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path: 
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_text_is_compared_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_compared_with_the_disk(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("words and more words\n\n" * 1000, encoding="utf-8")
     text = load_config(["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]).data
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -156,9 +148,7 @@ def fifth_model(monkeypatch: pytest.MonkeyPatch) -> str:
     return "retnet"
 
 
-def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
-    fifth_model: str, small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(fifth_model, small, monkeypatch, capsys):
     config = load_config(small("trainer.max_steps=2"))
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}
     config = replace(config, model=replace(config.model, name=fifth_model), size=replace(config.size, mixers=mixers))
@@ -179,9 +169,7 @@ def test_a_model_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
     _says_unknown(plan, arch, monkeypatch, capsys)
 
 
-def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(small, monkeypatch, capsys):
     config = load_config(small("trainer.max_steps=2", "loss=cce_kahan"))
     for loss in (LossConfig("focal"), replace(config.loss, name="focal")):  # another loss's options change nothing
         plan = Plan(replace(config, loss=loss), torch.device("cpu"), "fp32")
@@ -198,8 +186,8 @@ def test_a_loss_without_formulas_is_unknown_everywhere_and_takes_no_other_s(
 
 
 def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(
-    fifth_model: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fifth_model, small, tmp_path, monkeypatch
+):
     """FLA's own kernels of it would end in an error of Triton's."""
     config = load_config(small("trainer.max_steps=2"))
     mixers = {**config.size.mixers, fifth_model: config.size.mixers["transformer"]}

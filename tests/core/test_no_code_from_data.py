@@ -14,7 +14,7 @@ def sources() -> Iterator[tuple[Path, ast.Module]]:
     yield ROOT / "train.py", ast.parse((ROOT / "train.py").read_text())
 
 
-def test_modules_are_imported_by_names_that_the_source_holds() -> None:
+def test_modules_are_imported_by_names_that_the_source_holds():
     """`import_module` gets a constant or a name from a table of this repository, never a configuration's text."""
     for path, tree in sources():
         for node in ast.walk(tree):

@@ -39,32 +39,32 @@ def call(
 
 
 @pytest.mark.parametrize("redirect", [">&-", "<&- >&- 2>&-", "1</dev/null"])
-def test_a_run_needs_no_open_stream(redirect: str, tmp_path: Path) -> None:
+def test_a_run_needs_no_open_stream(redirect, tmp_path):
     body = f"say('spoken'); say('an error', sys.stderr); open({str(tmp_path / 'file')!r}, 'w').write('mine')"
     done = call(body, redirect)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "file").read_text() == "mine", "a file takes no closed stream's place"
 
 
-def test_an_error_keeps_its_exit_code_without_streams() -> None:
+def test_an_error_keeps_its_exit_code_without_streams():
     assert call("raise DataError('cause', 'remedy')", ">&- 2>&-").returncode == 3
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
 class TestFullDisk:
-    def test_a_run_goes_on_and_says_so_once(self) -> None:
+    def test_a_run_goes_on_and_says_so_once(self):
         done = call("say('a'); say('b'); print('c')", "> /dev/full")
         assert done.returncode == 0
         assert done.stderr.decode().splitlines() == ["standard output is given up (No space left on device)"]
 
-    def test_a_command_that_prints_its_result_fails_with_the_cause(self) -> None:
+    def test_a_command_that_prints_its_result_fails_with_the_cause(self):
         done = call("print('result')", "> /dev/full")
         assert done.returncode == 7
         error, remedy = done.stderr.decode().splitlines()
         assert error == "error: standard output cannot be written (No space left on device)"
         assert remedy.startswith("  -> free space")
 
-    def test_errors_that_nobody_can_read_keep_their_exit_code(self) -> None:
+    def test_errors_that_nobody_can_read_keep_their_exit_code(self):
         assert call("raise DataError('cause', 'remedy')", "2> /dev/full").returncode == 3
 
 
@@ -76,7 +76,7 @@ class TestFullDisk:
     ],
     ids=["encoding", "locale"],
 )
-def test_a_terminal_without_the_letters_gets_escapes(environment: dict[str, str]) -> None:
+def test_a_terminal_without_the_letters_gets_escapes(environment):
     done = call(r"print('loss=\u2026, gr\xf6\xdfer'); raise DataError('\xfc', '\u2192')", **environment)
     assert done.returncode == 3, done.stderr
     assert done.stdout.decode("ascii") == "loss=\\u2026, gr\\xf6\\xdfer\n"
@@ -92,7 +92,7 @@ def test_a_terminal_without_the_letters_gets_escapes(environment: dict[str, str]
         ("raise ValueError('x')", 1, "unexpected error: ValueError: x"),
     ],
 )
-def test_a_bug_alone_is_called_a_bug(body: str, code: int, first: str) -> None:
+def test_a_bug_alone_is_called_a_bug(body, code, first):
     done = call(body)
     lines = done.stderr.decode().splitlines()
     assert (done.returncode, len(lines)) == (code, 2), lines
@@ -100,12 +100,12 @@ def test_a_bug_alone_is_called_a_bug(body: str, code: int, first: str) -> None:
     assert ("this is a bug" in lines[1]) == (code == 1)
 
 
-def test_an_error_is_described_by_its_class_and_the_first_line_of_its_message() -> None:
+def test_an_error_is_described_by_its_class_and_the_first_line_of_its_message():
     errors = (ValueError("\nthe cause\nmore"), ValueError(), ValueError(" "))
     assert [described(error) for error in errors] == ["ValueError: the cause", "ValueError", "ValueError"]
 
 
-def test_a_signal_s_handler_may_speak_in_the_middle_of_a_print() -> None:
+def test_a_signal_s_handler_may_speak_in_the_middle_of_a_print():
     body = (
         "import signal\n"
         "    signal.signal(signal.SIGALRM, lambda *_: say('heard')); signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)\n"
@@ -117,6 +117,6 @@ def test_a_signal_s_handler_may_speak_in_the_middle_of_a_print() -> None:
     assert b"heard" in done.stdout
 
 
-def test_a_reader_that_has_gone_ends_no_run() -> None:
+def test_a_reader_that_has_gone_ends_no_run():
     done = call("[say('x' * 1000) for _ in range(1000)]; say('done', sys.stderr)", "| head -1")
     assert b"done" in done.stderr

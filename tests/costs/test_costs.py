@@ -76,7 +76,7 @@ def architecture(row: dict[str, Any]) -> Architecture:
 
 
 # ------------------------------------------------------------------------------------------------------ FLOPs
-def test_gla_forward_flops_of_a_tiny_model_by_hand() -> None:
+def test_gla_forward_flops_of_a_tiny_model_by_hand():
     flops = forward_flops(tiny("gla"), n_sequences=2, seq_len=128)
     tokens = 256
     assert flops == {
@@ -91,7 +91,7 @@ def test_gla_forward_flops_of_a_tiny_model_by_hand() -> None:
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
-def test_delta_rule_flops_by_hand(model: str) -> None:
+def test_delta_rule_flops_by_hand(model):
     arch = tiny(model, chunk_size=32)
     # K = 16, V = 32: reading the state for the key, its update, and its reading: 2KV each
     assert forward_flops(arch, 1, 128)["mixer_scan"] == 128 * 3 * 4 * 3 * 2 * 16 * 32
@@ -100,13 +100,13 @@ def test_delta_rule_flops_by_hand(model: str) -> None:
     assert kernel.forward["mixer_scan"] == 128 * 3 * 4 * (6 * 32 * 16 + 4 * 32 * 32 + 6 * 16 * 32 + 341)
 
 
-def test_causal_attention_counts_the_pairs_of_query_and_key_that_the_definition_needs() -> None:
+def test_causal_attention_counts_the_pairs_of_query_and_key_that_the_definition_needs():
     pairs = sum(1 for query in range(128) for key in range(128) if key <= query)
     assert forward_flops(tiny("transformer"), 1, 128)["mixer_scan"] == 3 * 4 * pairs * (2 * 16 + 2 * 16)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_mfu_does_not_depend_on_how_a_kernel_works(model: str) -> None:
+def test_mfu_does_not_depend_on_how_a_kernel_works(model):
     """Chunk sizes, losses and activation checkpointing change the kernels' FLOPs, not the model's."""
     small, large = tiny(model, chunk_size=16), tiny(model, chunk_size=64)
     for count in (model_flops, model_flops_6n):
@@ -124,14 +124,14 @@ def test_mfu_does_not_depend_on_how_a_kernel_works(model: str) -> None:
         ("transformer", 12 * 3 * 4 * 16 * 128),  # layers, heads, their dimension, length
     ],
 )
-def test_6n_counts_parameters_and_mixing_as_torchtitan_does(model: str, mixing: int) -> None:
+def test_6n_counts_parameters_and_mixing_as_torchtitan_does(model, mixing):
     """6 FLOPs per parameter and token. An untied embedding does not count."""
     parameters = tiny(model).n_parameters  # embedding and head are one: counted once
     for tied in (True, False):
         assert model_flops_6n(tiny(model, tie_embeddings=tied), 1, 128) / 128 == 6 * parameters + mixing
 
 
-def test_mfu_is_the_share_of_all_devices_peak() -> None:
+def test_mfu_is_the_share_of_all_devices_peak():
     arch, speed = tiny("gla"), 1e6
     options = {"seq_len": 128, "device_name": "NVIDIA H200", "precision": "bf16"}
     one = mfu(arch, tokens_per_second=speed, **options)
@@ -142,7 +142,7 @@ def test_mfu_is_the_share_of_all_devices_peak() -> None:
         assert mfu(arch, **{"tokens_per_second": speed, **options, **nothing}) == {"mfu": None, "mfu_6n": None}
 
 
-def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu() -> None:
+def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
     for run in (run for path in REPORTS for run in read_json(path)["runs"]):
         if run["model"].startswith("fla:") or run["tokens_per_second"] is None:
             continue
@@ -152,7 +152,7 @@ def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu() ->
 
 
 @pytest.mark.parametrize(("model", "rank"), [*((name, None) for name in MODELS), ("gla", 24), ("transformer", 24)])
-def test_products_equal_those_that_torch_counts_in_the_real_model(model: str, rank: int | None) -> None:
+def test_products_equal_those_that_torch_counts_in_the_real_model(model, rank):
     arch = tiny(model, num_layers=1, shared_projection_rank=rank)
     language_model = build_model(arch, device="cpu", seed=0)
     block = language_model.blocks[0]
@@ -188,13 +188,13 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model: str, ra
         (TorchNativeLossConfig("torch_native", "none"), 4),
     ],
 )
-def test_vocabulary_products_of_each_loss_on_the_device(loss: LossConfig, products: int) -> None:
+def test_vocabulary_products_of_each_loss_on_the_device(loss, products):
     flops = kernel_flops(tiny("gla"), 2, 128, loss, "none")
     parts = (flops.forward, flops.backward, flops.recomputed)
     assert sum(part.get("vocabulary", 0) for part in parts) == products * 2 * 256 * 64 * 500
 
 
-def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not() -> None:
+def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not():
     """A filter on one gradient computes the logits twice: it has no lists."""
     arch = tiny("gla", hidden_size=256, vocab_size=32000)
     one_sided = replace(FILTER, filter_unbiased=False, filter_c=False)
@@ -208,7 +208,7 @@ def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not(
         assert flops.recomputed.get("vocabulary", 0) == again * flops.forward["vocabulary"]
 
 
-def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks() -> None:
+def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks():
     plain, selective, full = (
         kernel_flops(tiny("kda"), 2, 128, STANDARD, mode) for mode in ("none", "selective", "full")
     )
@@ -231,7 +231,7 @@ def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
     ],
 )
-def test_peaks_are_the_datasheets_dense_rates(name: str, precision: str, tflops: int | None) -> None:
+def test_peaks_are_the_datasheets_dense_rates(name, precision, tflops):
     peak = peak_flops_per_second(name, precision)
     assert peak == (tflops and tflops * 1e12)
     assert time_estimate(4e12, peak, share=0.4) == (tflops and pytest.approx(10 / tflops))
@@ -264,7 +264,7 @@ def foreseen(row: dict[str, Any]) -> MemoryEstimate:
     return found
 
 
-def test_peaks_are_foreseen_within_ten_percent_for_every_committed_run_and_probe() -> None:
+def test_peaks_are_foreseen_within_ten_percent_for_every_committed_run_and_probe():
     seen = set()
     for row, peak in committed():
         seen.add((row["model"], row["activation_checkpointing"]))
@@ -272,7 +272,7 @@ def test_peaks_are_foreseen_within_ten_percent_for_every_committed_run_and_probe
     assert seen >= {(model, kind) for model in MODELS for kind in ("none", "selective", "full")}
 
 
-def test_activations_are_foreseen_within_ten_percent_for_every_committed_run() -> None:
+def test_activations_are_foreseen_within_ten_percent_for_every_committed_run():
     """Not those of compiled blocks, which save fewer casts."""
     for row, _ in committed():
         if "activations" in row.get("memory_bytes", {}) and "trainer.compile=blocks" not in row["training"]:
@@ -282,7 +282,7 @@ def test_activations_are_foreseen_within_ten_percent_for_every_committed_run() -
 
 
 @pytest.mark.parametrize("gpu", ["nvidia_h100_80gb_hbm3", "nvidia_h200"])
-def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu: str) -> None:
+def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(gpu):
     """Also where inputs are copied, because D is no multiple of 64."""
     rows = [
         row
@@ -317,12 +317,12 @@ SHAPES = ((8192, 2304, 256000), (16384, 2048, 128256), (16384, 256, 32000), (327
         (APPLE["cce_exact"], (3447, 1631, 63, 316)),
     ],
 )
-def test_other_losses_take_the_memory_that_was_measured(loss: LossConfig, measured_mib: tuple[int, ...]) -> None:
+def test_other_losses_take_the_memory_that_was_measured(loss, measured_mib):
     for shape, measured in zip(SHAPES, measured_mib, strict=True):
         assert max(loss_memory(loss, *shape, 2)) / MIB == pytest.approx(measured, rel=WITHIN)
 
 
-def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabulary() -> None:
+def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabulary():
     n, d, v = 8192, 2304, 256000
     gradients, lost = (n + v) * d * 2, n * d
     for workspace in (128, 512):  # too little for any stored exponentials with their sums
@@ -331,7 +331,7 @@ def test_cce_stays_within_its_workspace_and_needs_no_more_than_the_whole_vocabul
     assert loss_memory(KAHAN, 256, 64, 500, 4)[1] == (256 + 500) * 64 * 4 + 256 * 500 * 4  # gradients, all logits
 
 
-def test_a_filter_is_foreseen_as_what_it_does() -> None:
+def test_a_filter_is_foreseen_as_what_it_does():
     """One that may drop nothing is none. One that need be faster is none on small shapes, and over shards."""
     large, small = (16384, 2048, 128256, 2), (16384, 256, 32000, 2)
     for loss, shape, like in (
@@ -356,14 +356,14 @@ def test_a_filter_is_foreseen_as_what_it_does() -> None:
     assert of_ranks(IF_FASTER, 1) == of_ranks(FILTER, 1) != of_ranks(KAHAN, 1)
 
 
-def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monkeypatch):
     monkeypatch.setattr(costs, "kernel_flops", lambda *arguments: arguments[-1])
     for parallel, ranks in (("vocab", 4), ("fsdp", 1)):
         plan = Plan(load_config([f"parallel={parallel}"]), torch.device("cpu"), "fp32", 4)
         assert foreseen_flops(plan, None) == ranks
 
 
-def test_what_the_vocabulary_parallel_loss_sends_by_hand() -> None:
+def test_what_the_vocabulary_parallel_loss_sends_by_hand():
     """For each of 4 ranks and a batch in bf16. fp32 and filters have no stored exponentials."""
     n, d, v = 16384, 2048, 128256
     exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, states, gradients; two numbers
@@ -382,7 +382,7 @@ def test_what_the_vocabulary_parallel_loss_sends_by_hand() -> None:
         assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more
 
 
-def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing() -> None:
+def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing():
     config = configured("model=gla", "size=1b3")
     step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16_autocast", "activation_checkpointing": "none"}
 

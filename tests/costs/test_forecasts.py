@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def foreseen(model: str, size: str, loss: str, vocab: int, batch: int, seq: int,
     return memory.peak, batch * seq / seconds
 
 
-def test_committed_runs_lie_within_the_forecasts() -> None:
+def test_committed_runs_lie_within_the_forecasts():
     runs = list(measured())
     assert len(runs) > 100
     assert {run["device"] for run in runs} == {gpu.name for gpu in costs.GPUS.values() if gpu.is_measured}
@@ -74,9 +74,7 @@ LINE += ["dry_run=true"]
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_gpu_has_a_forecast_for_a_loss_that_does_not_run_here(
-    gpu: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_gpu_has_a_forecast_for_a_loss_that_does_not_run_here(gpu, capsys):
     print_forecast(load_config([*LINE, "loss=liger", f"gpu={gpu}", "gpu_price=2.5"]))
     printed = capsys.readouterr().out
     assert costs.GPUS[gpu].name in printed
@@ -91,7 +89,7 @@ def test_every_gpu_has_a_forecast_for_a_loss_that_does_not_run_here(
     ("loss", "checkpointing", "largest"),  # of committed searches on an H100 with 80 GB
     [("cce_kahan", "none", 13), ("compiled", "full", 64), ("standard", "none", 7), ("liger", "full", 87)],
 )
-def test_the_largest_batch_is_the_one_that_searches_found(loss: str, checkpointing: str, largest: int) -> None:
+def test_the_largest_batch_is_the_one_that_searches_found(loss, checkpointing, largest):
     line = [*LINE, f"loss={loss}", f"trainer.activation_checkpointing={checkpointing}", "gpu=h100"]
     plan = make_training_plan(load_config(line))
     found = largest_batch(plan, plan.architecture(512), 77.5 * GIB)
@@ -99,7 +97,7 @@ def test_the_largest_batch_is_the_one_that_searches_found(loss: str, checkpointi
     assert abs(found - largest) <= max(1, 0.05 * largest)
 
 
-def test_a_search_is_foreseen_without_a_gpu() -> None:
+def test_a_search_is_foreseen_without_a_gpu():
     said: list[str] = []
     line = LINE[:-1]
     config = FindMaxBatchConfig(dry_run=True, gpu="h100")
@@ -115,7 +113,7 @@ def test_a_search_is_foreseen_without_a_gpu() -> None:
         lambda: find_max_batch(dataclasses.replace(FindMaxBatchConfig(), gpu="h100"), [], print),
     ],
 )
-def test_a_gpu_is_named_for_a_forecast_alone(refused: Callable[[], object]) -> None:
+def test_a_gpu_is_named_for_a_forecast_alone(refused):
     with pytest.raises(ConfigError, match="gpu=h100 names the GPU of a forecast") as error:
         refused()
     assert "dry_run=true" in error.value.remedy

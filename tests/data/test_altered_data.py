@@ -33,7 +33,7 @@ def flip_a_bit(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_an_altered_byte(started: tuple[list[str], Path]) -> None:
+def test_an_altered_byte(started):
     overrides, directory = started
     flip_a_bit(directory / SHARD)
     with pytest.raises(DataError, match=rf"{SHARD} differs from its sha256") as error:
@@ -42,7 +42,7 @@ def test_an_altered_byte(started: tuple[list[str], Path]) -> None:
     assert Trainer(load_config([*overrides, "data.verify=false"])).fit()["steps"] == 5, "the hash alone tells"
 
 
-def test_other_data_that_is_sound_in_itself(started: tuple[list[str], Path]) -> None:
+def test_other_data_that_is_sound_in_itself(started):
     overrides, directory = started
     flip_a_bit(directory / SHARD)
     meta = read_meta(directory)

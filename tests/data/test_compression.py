@@ -53,9 +53,7 @@ A, B = lines("a"), lines("b")
     ],
     ids=["one", "two", "empty ones", "padded", "documents across streams"],
 )
-def test_every_stream_is_read(
-    suffix: str, build: Callable[[Pack], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_stream_is_read(suffix, build, tmp_path, monkeypatch):
     content = build(PACKERS[suffix])
     for chunk in (1 << 16, len(PACKERS[suffix](A)), 5, 1):
         monkeypatch.setattr("linrnn.data.readers.CHUNK", chunk)
@@ -81,15 +79,13 @@ def test_every_stream_is_read(
         lambda a, b: lines("a"),
     ],
 )
-def test_what_is_damaged_is_never_read_in_part(
-    suffix: str, damage: Callable[[bytes, bytes], bytes], tmp_path: Path
-) -> None:
+def test_what_is_damaged_is_never_read_in_part(suffix, damage, tmp_path):
     a, b = (PACKERS[suffix](lines(name, 200)) for name in "ab")
     with pytest.raises(DataError, match=rf"d\.jsonl{suffix} is corrupt or cut short"):
         texts_in(tmp_path, suffix, damage(a, b))
 
 
-def test_long_windows_and_skipped_frames_of_zstd_are_read(tmp_path: Path) -> None:
+def test_long_windows_and_skipped_frames_of_zstd_are_read(tmp_path):
     long = zstandard.ZstdCompressionParameters(window_log=31, write_content_size=False, enable_ldm=True)
     out = io.BytesIO()
     with zstandard.ZstdCompressor(compression_params=long).stream_writer(out, closefd=False) as writer:
@@ -98,14 +94,14 @@ def test_long_windows_and_skipped_frames_of_zstd_are_read(tmp_path: Path) -> Non
 
 
 @SUFFIXES
-def test_a_compressed_file_without_its_ending_is_refused_with_the_way_out(suffix: str, tmp_path: Path) -> None:
+def test_a_compressed_file_without_its_ending_is_refused_with_the_way_out(suffix, tmp_path):
     with pytest.raises(DataError, match="not UTF-8") as error:
         texts_in(tmp_path, "", PACKERS[suffix](A))
     assert suffix in error.value.remedy
 
 
 @SUFFIXES
-def test_a_tokenizer_s_file_is_read_whole_or_refused(suffix: str, tmp_path: Path) -> None:
+def test_a_tokenizer_s_file_is_read_whole_or_refused(suffix, tmp_path):
     content = write_tokenizer(tmp_path / "plain.json").read_bytes()
     halves = [PACKERS[suffix](half) for half in (content[:1000], content[1000:])]
     path = tmp_path / f"tokenizer.json{suffix}"

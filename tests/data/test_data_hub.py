@@ -39,7 +39,7 @@ def hub_directory(path: Path, **splits: list[str]) -> Path:
     return path
 
 
-def test_rows_are_documents_and_the_splits_are_the_named_ones(tmp_path: Path, tokenizer: Path) -> None:
+def test_rows_are_documents_and_the_splits_are_the_named_ones(tmp_path, tokenizer):
     train, valid = sentences(60), sentences(20, seed=1)
     path = hub_directory(tmp_path / "set", train=train, validation=valid)
     data = prepare(hub_config(tmp_path / "cache", path, subset="small", tokenizer=tokenizer))
@@ -48,9 +48,7 @@ def test_rows_are_documents_and_the_splits_are_the_named_ones(tmp_path: Path, to
     assert data.valid.n_bytes == len("".join(valid).encode())
 
 
-def test_without_a_validation_split_rows_are_held_out_and_max_tokens_stops_the_stream(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_without_a_validation_split_rows_are_held_out_and_max_tokens_stops_the_stream(tmp_path, tokenizer):
     path = hub_directory(tmp_path / "set", train=sentences(600), validation=["x", "y"])
     config = hub_config(
         tmp_path / "cache", path, subset="small", valid_split=None, tokenizer=tokenizer, max_tokens=2000
@@ -60,7 +58,7 @@ def test_without_a_validation_split_rows_are_held_out_and_max_tokens_stops_the_s
     assert data.valid.n_documents == -(-(data.train.n_documents + data.valid.n_documents) // 10)
 
 
-def test_wikitext_rows_are_joined_to_articles(tmp_path: Path, tokenizer: Path) -> None:
+def test_wikitext_rows_are_joined_to_articles(tmp_path, tokenizer):
     rows = ["", " = One = \n", "", " text = a \n", " = = Part = = \n", "more\n", " = Two = \n", "", "end\n"]
     path = hub_directory(tmp_path / "set", train=rows, validation=rows)
     config = hub_config(
@@ -83,16 +81,14 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path: Path, tokenizer: Path) -
         ({"subset": "large"}, "cannot load", "data.subset"),
     ],
 )
-def test_what_the_data_set_lacks_is_named(
-    tmp_path: Path, tokenizer: Path, changes: dict[str, str], cause: str, remedy: str
-) -> None:
+def test_what_the_data_set_lacks_is_named(tmp_path, tokenizer, changes, cause, remedy):
     path = hub_directory(tmp_path / "set", train=["a", "b"], validation=["c", "d"])
     with pytest.raises(DataError, match=re.escape(cause)) as raised:
         prepare(hub_config(tmp_path / "cache", path, **{"subset": "small", "tokenizer": tokenizer, **changes}))
     assert remedy in raised.value.remedy
 
 
-def test_the_shared_copy_of_wikitext_has_the_official_bytes_and_articles(tmp_path: Path, tokenizer: Path) -> None:
+def test_the_shared_copy_of_wikitext_has_the_official_bytes_and_articles(tmp_path, tokenizer):
     overrides = ["data=wikitext103", f"data.path={shared_data() / 'wikitext-103'}", f"data.cache_dir={tmp_path}"]
     overrides.append(f"data.tokenizer={tokenizer}")
     data = prepare(load_config([*overrides, "data.train_split=test"]).data)

@@ -1,7 +1,6 @@
 """Batches: the right tokens and labels, one global order for any number of ranks, exact resume."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,7 +47,7 @@ def same(a: Batch, b: Batch) -> bool:
     return cu and torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels)
 
 
-def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards: ShardSet) -> None:
+def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards):
     seq_len = 16
     loader = BatchLoader(shards, seq_len=seq_len, batch_size=1, seed=1)
     for _ in range(2):
@@ -63,7 +62,7 @@ def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards:
     assert loader.n_blocks == (shards.n_tokens - 1) // seq_len
 
 
-def test_epochs_and_seeds_have_orders_of_their_own(shards: ShardSet) -> None:
+def test_epochs_and_seeds_have_orders_of_their_own(shards):
     def epochs(seed: int) -> list[list[list[int]]]:
         loader = BatchLoader(shards, seq_len=16, batch_size=1, seed=seed)
         return [rows(take(loader, loader.n_blocks)) for _ in range(2)]
@@ -84,8 +83,8 @@ def test_epochs_and_seeds_have_orders_of_their_own(shards: ShardSet) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
-    shards: ShardSet, world_size: int, batch_size: int, seq_len: int, reset: bool, steps: int, seed: int
-) -> None:
+    shards, world_size, batch_size, seq_len, reset, steps, seed
+):
     loader = partial(BatchLoader, shards, seq_len=seq_len, seed=seed, reset_at_document=reset)
     whole = loader(batch_size=world_size * batch_size)
     ranks = [loader(batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -103,9 +102,7 @@ def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(
-    reset: bool, world_size: int, shards: ShardSet
-) -> None:
+def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(reset, world_size, shards):
     """A step has two micro-steps. The steps cross the ends of documents, shards and epochs."""
     loaders = [
         BatchLoader(shards, seq_len=16, batch_size=5, seed=1, rank=rank, world_size=world_size, reset_at_document=reset)
@@ -120,7 +117,7 @@ def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(
 
 
 @pytest.mark.parametrize("change", ["data", "seq_len", "seed"])
-def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, tmp_path: Path, change: str) -> None:
+def test_a_position_in_other_data_or_another_order_is_refused(shards, tmp_path, change):
     state = BatchLoader(shards, seq_len=16, batch_size=2, seed=0).state_dict()
     other = shard_set(tmp_path / "other", [np.arange(900)]) if change == "data" else shards
     settings = {"seq_len": 16, "seed": 0} | {"seq_len": {"seq_len": 17}, "seed": {"seed": 1}}.get(change, {})
@@ -129,9 +126,7 @@ def test_a_position_in_other_data_or_another_order_is_refused(shards: ShardSet, 
         loader.load_state_dict(state)
 
 
-def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequence(
-    shards: ShardSet, documents: list[np.ndarray]
-) -> None:
+def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequence(shards, documents):
     seq_len, batch_size = 48, 4
     document_of = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
     plain = BatchLoader(shards, seq_len=seq_len, batch_size=batch_size, seed=3)
@@ -157,9 +152,7 @@ def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequ
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(("seq_len", "batch_size"), [(16, 4), (17, 3), (5000, 2), (1, 1)])
-def test_a_validation_pass_predicts_every_token_once(
-    shards: ShardSet, documents: list[np.ndarray], seq_len: int, batch_size: int, reset: bool
-) -> None:
+def test_a_validation_pass_predicts_every_token_once(shards, documents, seq_len, batch_size, reset):
     batches = list(BatchesOnce(shards, seq_len, batch_size, reset_at_document=reset))
     inputs = torch.cat([batch.input_ids.reshape(-1) for batch in batches]).numpy()
     labels = torch.cat([batch.labels.reshape(-1) for batch in batches]).numpy()
@@ -172,7 +165,7 @@ def test_a_validation_pass_predicts_every_token_once(
     assert len(batches) == -(-(shards.n_tokens - 1) // (seq_len * batch_size))
 
 
-def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards: ShardSet) -> None:
+def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards):
     for max_tokens in (1, 47, 64, 65, 10**9):
         batches = list(BatchesOnce(shards, 16, 2, max_tokens))
         assert sum(batch.n_tokens for batch in batches) == min(max_tokens, shards.n_tokens - 1)
@@ -180,9 +173,7 @@ def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards: Shard
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("reset", [False, True])
-def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
-    shards: ShardSet, world_size: int, reset: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_build_the_validation_batches_that_they_use_and_no_others(shards, world_size, reset, monkeypatch):
     whole = list(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset))
     rounds = -(-len(whole) // world_size)
     built: list[int] = []
@@ -201,21 +192,21 @@ def test_ranks_build_the_validation_batches_that_they_use_and_no_others(
     assert sorted(kept.tolist()) == sorted(torch.cat([b.labels[b.labels != -100] for b in whole]).tolist())
 
 
-def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path: Path) -> None:
+def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path):
     shards = shard_set(tmp_path / "set", [np.arange(100)])
     assert BatchLoader(shards, seq_len=99, batch_size=8, seed=0).n_blocks == 1
     with pytest.raises(DataError, match="100 tokens, one block needs 101"):
         BatchLoader(shards, seq_len=100, batch_size=1, seed=0)
 
 
-def test_reading_across_shards_equals_the_concatenation(shards: ShardSet) -> None:
+def test_reading_across_shards_equals_the_concatenation(shards):
     for start, stop in [(0, shards.n_tokens), (99, 101), (500, 500), (0, 1), (shards.n_tokens - 1, shards.n_tokens)]:
         np.testing.assert_array_equal(shards.read(start, stop), np.arange(start, stop))
     with pytest.raises(IndexError):
         shards.read(0, shards.n_tokens + 1)
 
 
-def test_the_order_never_changes_between_versions(shards: ShardSet) -> None:
+def test_the_order_never_changes_between_versions(shards):
     """Recorded figures: a run continued after an upgrade must use the same blocks."""
     loader = BatchLoader(shards, seq_len=100, batch_size=10, seed=7)
     assert [row[0] // 100 for row in rows(take(loader, 1))] == [4, 5, 9, 8, 1, 7, 6, 0, 2, 3]

@@ -1,7 +1,5 @@
 """Generated text: a perfect predictor reaches its entropy floor, and the text's statistics show the same floor."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from data_helpers import markov_config
@@ -29,7 +27,7 @@ def log_probabilities(chain: MarkovChain, previous: np.ndarray, following: np.nd
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_perfect_predictor_reaches_the_floor(tmp_path: Path, reset: bool) -> None:
+def test_a_perfect_predictor_reaches_the_floor(tmp_path, reset):
     config = markov_config(tmp_path, n_tokens=1_000_000, reset_at_document=reset)
     data = prepare(config)
     tokens = data.train.read(0, data.train.n_tokens)
@@ -40,7 +38,7 @@ def test_a_perfect_predictor_reaches_the_floor(tmp_path: Path, reset: bool) -> N
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path: Path, reset: bool) -> None:
+def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path, reset):
     """The estimate uses only the text. A plug-in estimate is too low by about (cells - rows) / 2N."""
     data = prepare(markov_config(tmp_path, n_tokens=2_000_000, reset_at_document=reset))
     tokens = data.train.read(0, data.train.n_tokens)
@@ -53,7 +51,7 @@ def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path: Path, reset: bo
     assert estimate + bias == pytest.approx(data.entropy_floor_nats, abs=4 * 0.7 / np.sqrt(len(previous)))
 
 
-def test_probabilities_of_the_chain_sum_to_one(tmp_path: Path) -> None:
+def test_probabilities_of_the_chain_sum_to_one(tmp_path):
     chain = MarkovChain(markov_config(tmp_path, vocab_size=20, branching=7))
     every = np.arange(20)
     for token in every:
@@ -62,7 +60,7 @@ def test_probabilities_of_the_chain_sum_to_one(tmp_path: Path) -> None:
     assert END not in chain.successors
 
 
-def test_documents_end_with_the_end_token_and_are_cut_to_the_token_count(tmp_path: Path) -> None:
+def test_documents_end_with_the_end_token_and_are_cut_to_the_token_count(tmp_path):
     data = prepare(markov_config(tmp_path))
     assert (data.train.n_tokens, data.valid.n_tokens) == (200_000, 20_000)
     for split in (data.train, data.valid):
@@ -73,7 +71,7 @@ def test_documents_end_with_the_end_token_and_are_cut_to_the_token_count(tmp_pat
     assert abs(mean_length / 129 - 1) < 4 / np.sqrt(data.train.n_documents)
 
 
-def test_the_seed_decides_the_text_and_nothing_else_does(tmp_path: Path) -> None:
+def test_the_seed_decides_the_text_and_nothing_else_does(tmp_path):
     def text(cache: str, seed: int) -> tuple[str, np.ndarray]:
         data = prepare(markov_config(tmp_path / cache, data_seed=seed))
         return data.fingerprint, data.train.read(0, 1000)
@@ -84,13 +82,13 @@ def test_the_seed_decides_the_text_and_nothing_else_does(tmp_path: Path) -> None
     assert (tokens != different).any()
 
 
-def test_the_text_never_changes_between_versions(tmp_path: Path) -> None:
+def test_the_text_never_changes_between_versions(tmp_path):
     """Recorded figures: results on generated text stay comparable."""
     tokens = prepare(markov_config(tmp_path)).train.read(0, 12)
     assert tokens.tolist() == [8, 43, 40, 62, 58, 40, 14, 43, 15, 61, 44, 44]
 
 
-def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path: Path) -> None:
+def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path):
     data, chain = prepare(markov_config(tmp_path)), MarkovChain(markov_config(tmp_path))
     train, valid = data.train.read(0, 20_000), data.valid.read(0, 20_000)
     assert (train != valid).mean() > 0.5
@@ -98,13 +96,13 @@ def test_training_and_validation_are_different_text_of_the_same_chain(tmp_path: 
         assert np.isfinite(log_probabilities(chain, tokens[:-1], tokens[1:])).all()  # every step is possible
 
 
-def test_a_large_vocabulary_is_made_in_seconds_and_stored_in_four_bytes(tmp_path: Path) -> None:
+def test_a_large_vocabulary_is_made_in_seconds_and_stored_in_four_bytes(tmp_path):
     data = prepare(markov_config(tmp_path, vocab_size=65_537, branching=8, n_tokens=20_000, n_valid_tokens=2_000))
     assert data.train.dtype.itemsize == 4
     assert next(BatchLoader(data.train, seq_len=64, batch_size=4, seed=0)).input_ids.max() < 65_537
 
 
 @pytest.mark.parametrize("branching", [63, 64, 1000])
-def test_more_successors_than_tokens_are_refused(tmp_path: Path, branching: int) -> None:
+def test_more_successors_than_tokens_are_refused(tmp_path, branching):
     with pytest.raises(ConfigError, match="branching"):
         prepare(markov_config(tmp_path, branching=branching))

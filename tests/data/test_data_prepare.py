@@ -64,15 +64,13 @@ def split_texts(tmp_path: Path, path: Path | str | list[str], tokenizer: Path, *
 
 
 # ------------------------------------------------------------------------------------------ what it holds
-def test_validation_files_are_used_whole_and_nothing_is_held_out(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+def test_validation_files_are_used_whole_and_nothing_is_held_out(tmp_path, corpus, tokenizer):
     valid_path = write_jsonl(tmp_path / "valid.jsonl", sentences(30, seed=5))
     texts = split_texts(tmp_path, corpus, tokenizer, valid_path=valid_path)
     assert texts == {"train": sentences(400), "valid": sentences(30, seed=5)}
 
 
-def test_reading_stops_with_the_document_that_reaches_max_tokens(
-    tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None
-) -> None:
+def test_reading_stops_with_the_document_that_reaches_max_tokens(tmp_path, corpus, tokenizer, small_pieces):
     whole = prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer))
     data = prepare(text_config(tmp_path / "cache", corpus, tokenizer=tokenizer, max_tokens=5000))
     ends = whole.train.document_ends
@@ -82,7 +80,7 @@ def test_reading_stops_with_the_document_that_reaches_max_tokens(
     assert data.valid.n_documents == -(-n_documents // 9)  # those held out among the documents read
 
 
-def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdlib_holds_this_interpreter_s_own_files(tmp_path, monkeypatch):
     monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 100_000)  # no more than it needs is tokenised
     common = {"cache_dir": str(tmp_path), "verify": True, "reset_at_document": False, "tokenizer_vocab_size": 300}
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
@@ -97,9 +95,7 @@ def test_stdlib_holds_this_interpreter_s_own_files(tmp_path: Path, monkeypatch: 
 # --------------------------------------------------------------------------------------- what is held out
 @pytest.mark.parametrize("tokenizer_given", [True, False])
 @pytest.mark.parametrize("empty", [lambda i: False, lambda i: i % 2 == 0, lambda i: i < 100])
-def test_every_kth_row_that_holds_text_is_held_out(
-    tmp_path: Path, tokenizer: Path, empty: Callable[[int], bool], tokenizer_given: bool
-) -> None:
+def test_every_kth_row_that_holds_text_is_held_out(tmp_path, tokenizer, empty, tokenizer_given):
     rows = ["" if empty(i) else text for i, text in enumerate(sentences(500))]
     path, kept = write_jsonl(tmp_path / "a.jsonl", rows), [row for row in rows if row]
     said: list[str] = []
@@ -125,7 +121,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_single_text_holds_out_its_end(tmp_path: Path, tokenizer: Path, text: str, fraction: float) -> None:
+def test_a_single_text_holds_out_its_end(tmp_path, tokenizer, text, fraction):
     content = TEXTS[text]
     (tmp_path / "a.md").write_bytes(content.encode("utf-8-sig"))
     write_jsonl(tmp_path / "a.jsonl", [content])
@@ -139,9 +135,7 @@ def test_a_single_text_holds_out_its_end(tmp_path: Path, tokenizer: Path, text: 
 
 
 @pytest.mark.parametrize(("separator", "mark"), [("blank_line", ""), ("<|endoftext|>", "<|endoftext|>")])
-def test_paragraphs_are_held_out_in_one_piece_at_the_end(
-    tmp_path: Path, tokenizer: Path, separator: str, mark: str
-) -> None:
+def test_paragraphs_are_held_out_in_one_piece_at_the_end(tmp_path, tokenizer, separator, mark):
     paragraphs = [f"{text}\n" for text in sentences(400)]
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text(mark.join(paragraphs[200 * i : 200 * i + 200]) + mark)
@@ -151,7 +145,7 @@ def test_paragraphs_are_held_out_in_one_piece_at_the_end(
     assert 0.1 <= share <= 0.15
 
 
-def test_one_long_text_among_short_ones_is_cut(tmp_path: Path, tokenizer: Path) -> None:
+def test_one_long_text_among_short_ones_is_cut(tmp_path, tokenizer):
     paths = [tmp_path / f"{i}.txt" for i in range(3)]
     for path, content in zip(paths, ["short\n", BOOK, "last\n"], strict=True):
         path.write_text(content)
@@ -161,7 +155,7 @@ def test_one_long_text_among_short_ones_is_cut(tmp_path: Path, tokenizer: Path) 
     assert texts["valid"][1:] == ["last\n"]
 
 
-def test_many_files_hold_out_every_tenth(tmp_path: Path, tokenizer: Path) -> None:
+def test_many_files_hold_out_every_tenth(tmp_path, tokenizer):
     (tmp_path / "texts").mkdir()
     for i, text in enumerate(sentences(30)):
         (tmp_path / "texts" / f"{i:02}.py").write_text(text)
@@ -170,7 +164,7 @@ def test_many_files_hold_out_every_tenth(tmp_path: Path, tokenizer: Path) -> Non
 
 # ------------------------------------------------------------------------------- a tokenizer trained here
 @pytest.mark.parametrize("rows", [True, False])
-def test_a_tokenizer_trained_here_never_sees_held_out_text_and_is_kept(rows: bool, tmp_path: Path) -> None:
+def test_a_tokenizer_trained_here_never_sees_held_out_text_and_is_kept(rows, tmp_path):
     zebras = "zebra\n" * 200
     if rows:
         texts = [f"{zebras} {i}" if i % 10 == 0 else text for i, text in enumerate(sentences(400))]
@@ -187,9 +181,7 @@ def test_a_tokenizer_trained_here_never_sees_held_out_text_and_is_kept(rows: boo
 
 
 # ------------------------------------------------------------------------------------- identity and cache
-def test_finished_data_is_opened_also_where_nothing_may_be_written(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_data_is_opened_also_where_nothing_may_be_written(tmp_path, corpus, monkeypatch):
     config = text_config(tmp_path / "cache", corpus)
     first = prepare(config)
 
@@ -204,9 +196,7 @@ def test_finished_data_is_opened_also_where_nothing_may_be_written(
     assert reports == []
 
 
-def test_the_fingerprint_follows_content_tokenizer_and_options_but_not_place(
-    tmp_path: Path, corpus: Path, tokenizer: Path
-) -> None:
+def test_the_fingerprint_follows_content_tokenizer_and_options_but_not_place(tmp_path, corpus, tokenizer):
     def fingerprint(path: Path = corpus, cache: str = "cache", **changes: Any) -> str:
         return prepare(text_config(tmp_path / cache, path, **{"tokenizer": tokenizer, **changes})).fingerprint
 
@@ -231,9 +221,7 @@ def test_the_fingerprint_follows_content_tokenizer_and_options_but_not_place(
     assert fingerprint() == others[0]
 
 
-def test_the_end_that_is_held_out_is_the_same_with_max_tokens_and_another_fraction_is_other_data(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_the_end_that_is_held_out_is_the_same_with_max_tokens_and_another_fraction_is_other_data(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(BOOK)
     config = text_config(tmp_path / "cache", tmp_path / "a.txt", tokenizer=tokenizer, document_separator="\n")
     whole, part = prepare(config), prepare(replace(config, max_tokens=100))
@@ -243,7 +231,7 @@ def test_the_end_that_is_held_out_is_the_same_with_max_tokens_and_another_fracti
     assert len({data.fingerprint for data in (whole, part, *others)}) == 4
 
 
-def test_two_at_once_prepare_it_once(tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None) -> None:
+def test_two_at_once_prepare_it_once(tmp_path, corpus, tokenizer, small_pieces):
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     reports: list[list[Progress]] = [[], []]
     results: list[str] = []
@@ -259,7 +247,7 @@ def test_two_at_once_prepare_it_once(tmp_path: Path, corpus: Path, tokenizer: Pa
     assert sum(any(report.stage == "tokenising" for report in mine) for mine in reports) == 1
 
 
-def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_may_lose_is_said(tmp_path: Path) -> None:
+def test_what_is_left_out_of_a_folder_and_what_a_tokenizer_may_lose_is_said(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     write_jsonl(folder / "texts.jsonl", sentences(30))
@@ -316,8 +304,8 @@ def _die_at_call(number: int, before: bool) -> None:
 
 @pytest.mark.parametrize("own_validation", [False, True])
 def test_killed_at_every_kind_of_moment_the_bytes_come_out_the_same(
-    tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None, own_validation: bool
-) -> None:
+    tmp_path, corpus, tokenizer, small_pieces, own_validation
+):
     valid = write_jsonl(tmp_path / "valid.jsonl", sentences(100, seed=3)) if own_validation else None
     uninterrupted = prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer, valid_path=valid))
     assert len(uninterrupted.train.shards) > 3
@@ -333,8 +321,8 @@ def test_killed_at_every_kind_of_moment_the_bytes_come_out_the_same(
 
 @pytest.mark.parametrize("moment", [1, 9, 20])
 def test_a_full_disk_is_named_and_the_next_attempt_continues(
-    tmp_path: Path, corpus: Path, tokenizer: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, moment: int
-) -> None:
+    tmp_path, corpus, tokenizer, small_pieces, monkeypatch, moment
+):
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     expected = directory_bytes(prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer)).directory)
     left = [moment]
@@ -357,7 +345,7 @@ def test_a_full_disk_is_named_and_the_next_attempt_continues(
         assert reports[0].tokens > 1000  # it went on, it did not start anew
 
 
-def test_what_nobody_continues_is_removed_after_a_week(tmp_path: Path, corpus: Path, tokenizer: Path) -> None:
+def test_what_nobody_continues_is_removed_after_a_week(tmp_path, corpus, tokenizer):
     for name, days in {"old": 8, "fresh": 6}.items():
         (tmp_path / f"cache/{name}.partial").mkdir(parents=True)
         then = (tmp_path / "cache").stat().st_mtime - days * 86_400
@@ -367,7 +355,7 @@ def test_what_nobody_continues_is_removed_after_a_week(tmp_path: Path, corpus: P
 
 
 # ---------------------------------------------------------------------------------------------- bad input
-def test_bad_text_leaves_nothing_behind_and_works_once_mended(tmp_path: Path, tokenizer: Path) -> None:
+def test_bad_text_leaves_nothing_behind_and_works_once_mended(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     good = write_jsonl(path, sentences(50)).read_text()
     path.write_text(good + "{broken\n")
@@ -391,9 +379,7 @@ def alter(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["train-00000.bin", "train-00000.ends.npy", "valid-00000.bin", "meta.json"])
 @pytest.mark.parametrize("damage", [cut, alter, Path.unlink])
-def test_damaged_shards_are_found_and_named(
-    tmp_path: Path, corpus: Path, tokenizer: Path, file: str, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_shards_are_found_and_named(tmp_path, corpus, tokenizer, file, damage):
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     directory = prepare(config).directory
     damage(directory / file)
@@ -415,15 +401,7 @@ def test_damaged_shards_are_found_and_named(
         (["a", "b"], {"cache_dir": "a.jsonl/cache"}, StorageError, "a.jsonl"),
     ],
 )
-def test_unusable_text_or_options_are_refused(
-    tmp_path: Path,
-    tokenizer: Path,
-    texts: list[str],
-    changes: dict[str, Any],
-    error: type[Exception],
-    cause: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unusable_text_or_options_are_refused(tmp_path, tokenizer, texts, changes, error, cause, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", texts)
     with pytest.raises(error, match=cause):
@@ -431,7 +409,7 @@ def test_unusable_text_or_options_are_refused(
 
 
 # ----------------------------------------------------------------------------------------- the real thing
-def test_the_wikipedia_slice_comes_back_word_for_word(tmp_path: Path) -> None:
+def test_the_wikipedia_slice_comes_back_word_for_word(tmp_path):
     shared = shared_data()
     tokenizer_path = shared / "tokenizers" / "mistral-v1-32000.tokenizer.json.xz"
     valid, train = (shared / f"wikipedia-en-slice.{split}.jsonl.xz" for split in ("valid", "train"))

@@ -1,9 +1,6 @@
 """What the user sees while data is prepared, and the command that prepares it."""
 
 import io
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from data_helpers import sentences, write_jsonl, write_tokenizer
@@ -24,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_speed_and_time_left_count_this_attempt_only(clock: Clock) -> None:
+def test_speed_and_time_left_count_this_attempt_only(clock):
     reports: list[Progress] = []
     fresh, continued = Meter("a", reports.append), Meter("b", reports.append, tokens=1000)
     clock.now += 10
@@ -37,12 +34,12 @@ def test_speed_and_time_left_count_this_attempt_only(clock: Clock) -> None:
     assert [report.seconds_left for report in reports] == [30, None, 20, pytest.approx(40)]
 
 
-def test_a_report_is_one_readable_line() -> None:
+def test_a_report_is_one_readable_line():
     progress = Progress("tokenising", 1234, 5_678_900, 123_456.7, 83.0)
     assert str(progress) == "data: tokenising, 1,234 documents, 5,678,900 tokens, 123,457 tokens/s, 1:23 left"
 
 
-def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock: Clock) -> None:
+def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock):
     stream = io.StringIO()
     console = ConsoleProgress(stream)
     for second in range(25):
@@ -51,11 +48,7 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock:
     assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["1", "11", "21", "25"]
 
 
-def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
-    tmp_path: Path,
-    fresh_command: Callable[..., subprocess.CompletedProcess[str]],
-    command: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(tmp_path, fresh_command, command):
     corpus = write_jsonl(tmp_path / "a.jsonl", sentences(100))
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
     arguments = (

@@ -28,7 +28,7 @@ def written(path: Path, content: str | bytes) -> Path:
 
 # ------------------------------------------------------------------------------------------------- documents
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "A.JSON.XZ", "a.parquet"])
-def test_rows_give_every_text_in_order(tmp_path: Path, name: str) -> None:
+def test_rows_give_every_text_in_order(tmp_path, name):
     expected, path = sentences(100), tmp_path / name
     if name == "a.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": expected, "n": list(range(100))}), path)
@@ -57,17 +57,13 @@ def test_rows_give_every_text_in_order(tmp_path: Path, name: str) -> None:
         ("one\r\ntwo", "\r\n", ["one", "two"]),
     ],
 )
-def test_a_text_file_is_one_document_or_a_separator_ends_one(
-    text: str, separator: str | None, documents: list[str], tmp_path: Path
-) -> None:
+def test_a_text_file_is_one_document_or_a_separator_ends_one(text, separator, documents, tmp_path):
     assert texts_of(written(tmp_path / "a.md", text), separator) == documents
 
 
 @pytest.mark.parametrize("text", ["line\n" * 50, "word " * 60, "x" * 333, "short\n" + "y" * 400 + "\n"])
 @pytest.mark.parametrize("separator", [None, BLANK_LINE, "|"])
-def test_a_long_document_is_cut_and_no_character_is_lost(
-    text: str, separator: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_is_cut_and_no_character_is_lost(text, separator, tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONGEST", 100)
     found = texts_of(written(tmp_path / "a.txt", text), separator)
     assert "".join(found).rstrip() == text.rstrip()
@@ -87,7 +83,7 @@ def test_a_long_document_is_cut_and_no_character_is_lost(
         ("naïve".encode("latin-1"), "line 2: not UTF-8", "UTF-8"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, cause: str, remedy: str) -> None:
+def test_a_bad_line_is_named(tmp_path, line, cause, remedy):
     content = b'{"text": "fine"}\n' + (line.encode() if isinstance(line, str) else line) + b"\n"
     with pytest.raises(DataError, match=r"a\.jsonl") as error:
         texts_of(written(tmp_path / "a.jsonl", content))
@@ -96,12 +92,12 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, cause: str, reme
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "-" + "9" * 5000, "9" * 5000 + ".5", "1e99999", "[" + "7" * 4301 + "]"])
-def test_a_number_of_any_length_beside_the_text_ends_no_file(tmp_path: Path, number: str) -> None:
+def test_a_number_of_any_length_beside_the_text_ends_no_file(tmp_path, number):
     content = '{"id": ' + number + ', "text": "one"}\n{"text": "two"}\n'
     assert texts_of(written(tmp_path / "a.jsonl", content)) == ["one", "two"]
 
 
-def test_a_parquet_file_without_the_column_or_its_end_is_named(tmp_path: Path) -> None:
+def test_a_parquet_file_without_the_column_or_its_end_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": sentences(100)}), path)
     with pytest.raises(DataError, match="no field 'text'") as error:
@@ -126,7 +122,7 @@ def found_in(root: Path, *paths: str) -> tuple[list[str], set[str]]:
     return [file.relative_to(root).as_posix() for file in files], set(", ".join(said).partition(": ")[2].split(", "))
 
 
-def test_a_directory_gives_its_data_files_sorted_and_counts_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_directory_gives_its_data_files_sorted_and_counts_what_it_leaves_out(tmp_path):
     rows = ["F.JSONL", "a.jsonl", "b.txt", "h.jsonl.bz2", "i.ndjson", "j.jsonl.GZ", "k.TXT"]
     rows += ["sub/c.txt.xz", "sub/g.Parquet"]
     make(tmp_path, *reversed(rows), ".hidden/d.txt", "sub/.e.jsonl", "sub/.f", "README.md", "x.json")
@@ -137,7 +133,7 @@ def test_a_directory_gives_its_data_files_sorted_and_counts_what_it_leaves_out(t
     assert found_in(tmp_path, "**/*.txt*")[0] == ["b.txt", "k.TXT", "sub/c.txt.xz"][::2]
 
 
-def test_a_directory_of_text_files_gives_all_of_them(tmp_path: Path) -> None:
+def test_a_directory_of_text_files_gives_all_of_them(tmp_path):
     make(tmp_path, "a.md", "b.py", "sub/c.rst", "LICENSE", "d.md.gz")
     (tmp_path / "d.md.gz").write_bytes(gzip.compress(b"text"))
     (tmp_path / "e.tar.gz").write_bytes(gzip.compress(b"a\0b"))
@@ -149,7 +145,7 @@ def test_a_directory_of_text_files_gives_all_of_them(tmp_path: Path) -> None:
     assert left_out == {"1 .png", "1 .tar.gz", "1 empty"}
 
 
-def test_folders_and_files_behind_links_are_read_once(tmp_path: Path) -> None:
+def test_folders_and_files_behind_links_are_read_once(tmp_path):
     make(tmp_path, "data/a.jsonl", "data/deep/b.jsonl", "disk2/c.jsonl", "disk3/d.jsonl")
     links = {"part2": "../disk2", "again": "../disk2", "loop": ".", "deep/up": "..", "deep/self": "self"}
     links |= {"e.jsonl": "../disk3/d.jsonl", "f.jsonl": "a.jsonl", "deep/other": "../loop"}
@@ -172,9 +168,7 @@ def test_folders_and_files_behind_links_are_read_once(tmp_path: Path) -> None:
         (["part2/n.json"], ["part2/n.json"], ""),
     ],
 )
-def test_several_paths_globs_of_folders_and_slashes(
-    paths: list[str], files: list[str], left_out: str, tmp_path: Path
-) -> None:
+def test_several_paths_globs_of_folders_and_slashes(paths, files, left_out, tmp_path):
     make(tmp_path, "part1/a.jsonl", "part2/b.jsonl", "part2/sub/c.jsonl", "d.jsonl")
     (tmp_path / "z.png").write_bytes(b"\x89PNG")
     if "json" in paths[0][-5:]:
@@ -182,7 +176,7 @@ def test_several_paths_globs_of_folders_and_slashes(
     assert found_in(tmp_path, *paths) == (files, {left_out})
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     make(tmp_path, "a.jsonl")
     assert find_files("~/*.jsonl", "data.path") == find_files(["~"], "data.path") == [tmp_path / "a.jsonl"]
@@ -199,7 +193,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: 
         ("folder/*.json", r"does not exist"),
     ],
 )
-def test_what_cannot_be_data_is_refused(tmp_path: Path, path: str, cause: str) -> None:
+def test_what_cannot_be_data_is_refused(tmp_path, path, cause):
     (tmp_path / "empty.txt").touch()
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder").mkdir()

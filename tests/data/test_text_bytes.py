@@ -91,7 +91,7 @@ def bytes_of_document(data: PreparedData, start: int, end: int, without_first: b
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_pass_over_any_part_counts_its_labels_bytes(data: PreparedData, reset: bool) -> None:
+def test_a_pass_over_any_part_counts_its_labels_bytes(data, reset):
     token_bytes = data.token_bytes(data.valid, None, pytest.fail)
     assert len(data.valid.shards) > 2
     compared, known = 0, Known()
@@ -107,7 +107,7 @@ def test_a_pass_over_any_part_counts_its_labels_bytes(data: PreparedData, reset:
     assert compared > 150
 
 
-def test_all_tokens_stand_for_all_of_the_text(data: PreparedData) -> None:
+def test_all_tokens_stand_for_all_of_the_text(data):
     assert data.tokenizer is not None
     token_bytes = data.token_bytes(data.valid, None, pytest.fail)
     assert token_bytes is not None
@@ -131,7 +131,7 @@ class Uniform(torch.nn.Module):
         return torch.zeros(self.vocab_size, 4)
 
 
-def test_bits_per_byte_are_of_the_labels_that_were_read(data: PreparedData) -> None:
+def test_bits_per_byte_are_of_the_labels_that_were_read(data):
     """A uniform model spends log2 V bits on each label. The part has other bytes per token than the split."""
     token_bytes = data.token_bytes(data.valid, 100, pytest.fail)
     batches = BatchesOnce(data.valid, 16, 2, 100, token_bytes=token_bytes)
@@ -149,7 +149,7 @@ def evaluated(batches: Any, vocab_size: int) -> float | None:
     return evaluate(model, loss, batches, precision="fp32", device=CPU).bits_per_byte
 
 
-def test_labels_that_stand_for_no_text_have_no_bits_per_byte(tmp_path: Path) -> None:
+def test_labels_that_stand_for_no_text_have_no_bits_per_byte(tmp_path):
     data = prepare(markov_config(tmp_path / "cache"))
     assert data.token_bytes(data.valid, None, pytest.fail) is None
     assert evaluated(BatchesOnce(data.valid, 16, 2, 100), data.vocab_size) is None
@@ -183,7 +183,7 @@ def misspelling(kind: str, path: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "kind", ["words", "the sign for a space", "a normal form", "bytes left out", "a space put before some texts"]
 )
-def test_what_a_tokenizer_does_not_give_back_is_said_and_not_estimated(kind: str, tmp_path: Path) -> None:
+def test_what_a_tokenizer_does_not_give_back_is_said_and_not_estimated(kind, tmp_path):
     path, text = misspelling(kind, tmp_path / "tokenizer.json")
     said: list[str] = []
     data = prepared([*TEXTS, text], path, tmp_path)
@@ -197,7 +197,7 @@ def test_what_a_tokenizer_does_not_give_back_is_said_and_not_estimated(kind: str
         assert without.token_bytes(without.valid, None, pytest.fail) is not None
 
 
-def test_only_the_shards_that_are_read_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_shards_that_are_read_are_looked_at(tmp_path, monkeypatch):
     small_shards(monkeypatch)
     path = byte_fallback(tmp_path / "tokenizer.json")
     data = prepared([*TEXTS, "a ▁ text"], path, tmp_path)
@@ -208,7 +208,7 @@ def test_only_the_shards_that_are_read_are_looked_at(tmp_path: Path, monkeypatch
     assert data.valid.shards[-1].file in said[0]
 
 
-def test_tokens_added_to_a_vocabulary_stand_for_what_they_say(tmp_path: Path) -> None:
+def test_tokens_added_to_a_vocabulary_stand_for_what_they_say(tmp_path):
     tokenizer = HfTokenizer.from_str(byte_level(tmp_path / "plain.json").read_text())
     tokenizer.add_tokens(["東京 tower"])
     tokenizer.add_special_tokens(["<pad>"])

@@ -3,7 +3,6 @@
 import json
 import lzma
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from linrnn.core.errors import DataError
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 
-def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:
+def test_any_text_comes_back_from_a_tokenizer_trained_here():
     tokenizer = train_tokenizer(sentences(50), 300)
     texts = ["", "plain", "  two  spaces\n\n\ttab", "東京 naïve 🙂", *sentences(20, seed=1)]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
@@ -25,7 +24,7 @@ def test_any_text_comes_back_from_a_tokenizer_trained_here() -> None:
     assert (tokenizer.eos_token, tokenizer.eos_id) == ("<|endoftext|>", 0)
 
 
-def test_dropout_leaves_no_token_to_chance() -> None:
+def test_dropout_leaves_no_token_to_chance():
     """A tokenizer's file may ask for it. Every preparation of a text would then give other tokens."""
     plain = train_tokenizer(sentences(300), 400)
     content = json.loads(plain.json)
@@ -35,7 +34,7 @@ def test_dropout_leaves_no_token_to_chance() -> None:
     assert json.loads(dropping.json) == json.loads(plain.json), "other libraries would apply it"
 
 
-def test_a_special_token_written_in_the_text_stays_text() -> None:
+def test_a_special_token_written_in_the_text_stays_text():
     tokenizer = train_tokenizer(sentences(50), 300)
     (ids,) = tokenizer.encode_batch(["before <|endoftext|> after"])
     assert tokenizer.eos_id not in ids
@@ -78,9 +77,7 @@ def with_end_tokens(directory: Path, config: Settings, special: Settings, model:
         ({**FAST, "eos_token": "</s>"}, {"eos_token": None}),
     ],
 )
-def test_the_end_token_is_that_of_transformers_by_any_name(
-    config: Settings, special: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_token_is_that_of_transformers_by_any_name(config, special, tmp_path, monkeypatch):
     directory = with_end_tokens(tmp_path / "own", config, special)
     expected = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     packed = shutil.copytree(directory, tmp_path / "packed")
@@ -94,7 +91,7 @@ def test_the_end_token_is_that_of_transformers_by_any_name(
         assert (tokenizer.eos_token, tokenizer.eos_id) == (expected.eos_token, expected.eos_token_id), spec
 
 
-def test_a_file_without_settings_gets_the_first_known_end_token(tmp_path: Path) -> None:
+def test_a_file_without_settings_gets_the_first_known_end_token(tmp_path):
     with_end_tokens(tmp_path / "own", None, None)
     (tmp_path / "own/other.json").write_bytes((tmp_path / "own/tokenizer.json").read_bytes())
     assert {
@@ -103,7 +100,7 @@ def test_a_file_without_settings_gets_the_first_known_end_token(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("eos_token", [None, "</s>"])
-def test_the_files_that_are_written_give_the_same_tokenizer(eos_token: str | None, tmp_path: Path) -> None:
+def test_the_files_that_are_written_give_the_same_tokenizer(eos_token, tmp_path):
     directory = with_end_tokens(tmp_path / "own", {**FAST, "eos_token": eos_token}, None)
     tokenizer = load_tokenizer(str(directory))
     (tmp_path / "written").mkdir()
@@ -125,7 +122,7 @@ def test_the_files_that_are_written_give_the_same_tokenizer(eos_token: str | Non
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
     ],
 )
-def test_settings_that_cannot_be_used_are_named(file: str, content: str, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_used_are_named(file, content, tmp_path):
     cause = "is not in its vocabulary" if '": "' in content else "transformers cannot read the settings"
     directory = with_end_tokens(tmp_path / "own", None, None)
     (directory / file).write_text(content)
@@ -145,9 +142,7 @@ def unigram() -> HfTokenizer:
 
 
 @pytest.mark.parametrize("make", [word_level, unigram])
-def test_text_without_a_token_is_an_error_that_names_the_tokenizer(
-    make: Callable[[], HfTokenizer], tmp_path: Path
-) -> None:
+def test_text_without_a_token_is_an_error_that_names_the_tokenizer(make, tmp_path):
     make().save(str(tmp_path / "words.json"))
     tokenizer = load_tokenizer(str(tmp_path / "words.json"))
     with pytest.raises(DataError, match=rf"tokenizer {tmp_path}/words\.json cannot encode the text") as error:
@@ -156,7 +151,7 @@ def test_text_without_a_token_is_an_error_that_names_the_tokenizer(
 
 
 @pytest.mark.parametrize("missing", ["", "©", "all"])
-def test_a_tokenizer_that_may_lose_characters_is_known(missing: str) -> None:
+def test_a_tokenizer_that_may_lose_characters_is_known(missing):
     bpe = HfTokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = [] if missing == "all" else sorted({*pre_tokenizers.ByteLevel.alphabet()} - {missing})
@@ -166,7 +161,7 @@ def test_a_tokenizer_that_may_lose_characters_is_known(missing: str) -> None:
     assert not Tokenizer(bpe.to_str(), "accents").keeps_every_character()
 
 
-def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> None:
+def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json")
     content = json.loads(path.read_text())
     (full,) = load_tokenizer(str(path)).encode_batch(["a long text " * 20])
@@ -175,7 +170,7 @@ def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> N
     assert load_tokenizer(str(path)).encode_batch(["a long text " * 20]) == [full]
 
 
-def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path: Path) -> None:
+def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json")
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 999, "content": "<far>"})
@@ -185,18 +180,18 @@ def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"model": {"type": "none"}}', b"\xff\xfe"])
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.json"):
         load_tokenizer(str(tmp_path / "broken.json"))
 
 
-def test_a_missing_file_is_not_looked_for_on_the_hub() -> None:
+def test_a_missing_file_is_not_looked_for_on_the_hub():
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer("no/such/tokenizer.json")
 
 
-def test_little_text_gives_the_entries_that_it_has() -> None:
+def test_little_text_gives_the_entries_that_it_has():
     tokenizer = train_tokenizer(["abc abc"], 5000)
     assert 257 < tokenizer.vocab_size < 300
     assert tokenizer.decode(tokenizer.encode("abc 東京")) == "abc 東京"
@@ -211,7 +206,7 @@ def test_little_text_gives_the_entries_that_it_has() -> None:
         ("own-bpe-wikibooks-262144", 262_144, 0),
     ],
 )
-def test_published_tokenizers_keep_text_whole(file: str, vocab_size: int, eos_id: int | None) -> None:
+def test_published_tokenizers_keep_text_whole(file, vocab_size, eos_id):
     tokenizer = load_tokenizer(str(shared_data() / "tokenizers" / f"{file}.tokenizer.json.xz"))
     texts = sentences(20)
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts

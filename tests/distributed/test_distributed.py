@@ -21,7 +21,6 @@ from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-Trained = Callable[[list[str], int], Path]
 RESET = ("data.reset_at_document=true", "loss=standard", "trainer.valid_every=2")
 
 
@@ -53,14 +52,8 @@ def one(small_of_module: Small) -> tuple[Trainer, dict[str, Any]]:
     ("world_size", "batch_size", "accumulation_steps"), [(1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2)]
 )
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
-    world_size: int,
-    batch_size: int,
-    accumulation_steps: int,
-    one: tuple[Trainer, dict[str, Any]],
-    small: Small,
-    trained: Trained,
-    tmp_path: Path,
-) -> None:
+    world_size, batch_size, accumulation_steps, one, small, trained, tmp_path
+):
     """With document resets ranks have different numbers of labels, so a mean of means would differ."""
     trainer, reference = one
     cut = (f"trainer.batch_size={batch_size}", f"trainer.accumulation_steps={accumulation_steps}")
@@ -80,9 +73,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     assert output(tmp_path / "ranks", world_size).count("valid at step 2") == 1, "rank 0 alone speaks"
 
 
-def test_a_rank_whose_rehearsal_fails_trains_with_the_others(
-    one: tuple[Trainer, dict[str, Any]], small: Small, tmp_path: Path
-) -> None:
+def test_a_rank_whose_rehearsal_fails_trains_with_the_others(one, small, tmp_path):
     """A rehearsal waits for no other rank, and leaves no gradient behind."""
     log = tmp_path / "ranks"
     overrides = small(*RESET, "trainer.batch_size=2", "parallel=ddp", "group=ddp")
@@ -94,9 +85,7 @@ def test_a_rank_whose_rehearsal_fails_trains_with_the_others(
         assert figures == pytest.approx(expected[step], rel=ROUNDING), step
 
 
-def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(
-    small: Small, trained: Trained, tmp_path: Path
-) -> None:
+def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small, trained, tmp_path):
     """Five batches of short documents on two ranks: in the last round one rank has no batch."""
     documents = [text.encode("ascii", "ignore").decode() for text in sentences(600)]
     path = write_jsonl(tmp_path / "text.jsonl", documents)
@@ -118,7 +107,7 @@ def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
-def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trained) -> None:
+def test_every_model_trains_on_two_ranks(model, small, trained):
     options = (f"model={model}", "trainer.activation_checkpointing=full")
     one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
     one.fit()
@@ -127,7 +116,7 @@ def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trai
         assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
 
 
-def test_muon_updates_every_replica_alike(small: Small, trained: Trained) -> None:
+def test_muon_updates_every_replica_alike(small, trained):
     """Newton-Schulz computes in bf16, so that after an update rounding differs by more than without it."""
     options = ("model=transformer", "optimizer=muon")
     one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
@@ -137,9 +126,7 @@ def test_muon_updates_every_replica_alike(small: Small, trained: Trained) -> Non
         assert ranks[step] == pytest.approx(figures, rel=ROUNDING if step == 1 else 1e-3)
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(
-    small: Small, trained: Trained, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_continues(small, trained, tmp_path):
     same = ("schedule=constant", "schedule.steps=2000", "schedule.warmup_steps=0")  # of another max_steps
     distributed = (*same, "parallel=ddp", "group=ddp")
     log = tmp_path / "stopped"
@@ -164,7 +151,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_another_number_of_ranks_
     assert summary_of(directory)["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=1e-3)
 
 
-def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small: Small, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small, tmp_path):
     log = tmp_path / "ranks"
     codes = ended(start_ranks(small("parallel=ddp", "group=ddp"), 2, log, "signalled_at_once"))
     assert codes == [128 + signal.SIGUSR1] * 2, output(log, 2)
@@ -202,7 +189,7 @@ FAULTS_ON_GPUS = [fault for fault in FAULTS if not fault.endswith("waited_for") 
         *(gpus(way, fault) for way in ("cuda", "graph") for fault in FAULTS_ON_GPUS),
     ],
 )
-def test_when_one_rank_fails_the_others_stop_and_say_why(way: str, fault: str, small: Small, tmp_path: Path) -> None:
+def test_when_one_rank_fails_the_others_stop_and_say_why(way, fault, small, tmp_path):
     """Three ranks on a CPU, two on GPUs. There "killed" is waited for anyway: NCCL raises no exception."""
     code, status, words = FAULTS[fault]
     log, world_size = tmp_path / "ranks", 3 if way == "cpu" else 2
@@ -223,7 +210,7 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(way: str, fault: str, s
 
 
 @pytest.mark.parametrize("way", ["cpu", gpus("cuda"), gpus("graph")])
-def test_a_rank_that_stands_still_ends_the_others(way: str, small: Small, tmp_path: Path) -> None:
+def test_a_rank_that_stands_still_ends_the_others(way, small, tmp_path):
     """It gives no sign of life. On GPUs NCCL's own watchdog would end the other rank a minute later, without a word."""
     log, patience = tmp_path / "ranks", 3 if way == "cpu" else 12
     run = ("trainer.max_steps=20", "trainer.batch_size=1", "group=ddp", *WAYS[way])
@@ -256,8 +243,8 @@ GRAPHED = ("parallel=fsdp", *WAYS["graph"][3:])
     ],
 )
 def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallelism(
-    first: tuple[str, ...], then: tuple[str, ...], ranks: int, small: Small, trained: Trained, tmp_path: Path
-) -> None:
+    first, then, ranks, small, trained, tmp_path
+):
     same = ("device=cuda", "schedule=constant", "schedule.steps=2000", "schedule.warmup_steps=0", "loss=cce_kahan")
     log = tmp_path / "stopped"
     two = small(*same, *first, "group=stopped", "trainer.batch_size=2", "trainer.max_steps=2000")
@@ -279,9 +266,7 @@ def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallel
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("way", ["cpu", gpus("cuda"), gpus("graph")])
-def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(
-    way: str, number: signal.Signals, small: Small, tmp_path: Path
-) -> None:
+def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(way, number, small, tmp_path):
     untuned = "trainer.kernel_choices=first"
     overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "group=ddp", untuned, *WAYS[way])
     on_gpus = way != "cpu"
@@ -302,7 +287,7 @@ def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(
     assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
 
 
-def test_processes_and_parallel_must_belong_together(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_parallel_must_belong_together(small, monkeypatch):
     with pytest.raises(ConfigError, match="not started by torchrun"):
         Trainer(load_config(small("parallel=ddp")))
     as_rank(monkeypatch.setenv, 1, 2)

@@ -1,8 +1,6 @@
 """`trainer.cuda_graph=true` on several ranks: every replay gathers parameters and sums gradients anew."""
 
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +20,6 @@ from linrnn.models import LanguageModel, build_model
 from linrnn.models.architecture import resolve
 from linrnn.training.optimizer import build_optimizer
 
-Small = Callable[..., list[str]]
-Trained = Callable[[list[str], int], Path]
 CPU = torch.device("cpu")
 RUN = ("trainer.max_steps=9", "trainer.warmup_measurement_steps=3", "trainer.valid_every=4", "device=cuda")
 
@@ -48,9 +44,7 @@ def _is_sharded(model: LanguageModel) -> bool:
 
 
 @pytest.mark.parametrize("kept", ["true", "false"])
-def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(
-    kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(kept, monkeypatch):
     """FSDP leaves parameters gathered after a forward pass whose backward pass never comes, as in a validation. A graph
     that is captured then would never gather, and validations between replays would use the parameters of the first.
     """
@@ -83,9 +77,7 @@ def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("kept", ["parallel.keep_gathered=true", "parallel.keep_gathered=false"])
 @pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
-def test_on_gpus_losses_are_those_without_a_graph_bit_for_bit(
-    parallel: str, kept: str, small: Small, trained: Trained
-) -> None:
+def test_on_gpus_losses_are_those_without_a_graph_bit_for_bit(parallel, kept, small, trained):
     run = small(*RUN, f"parallel={parallel}", kept, "trainer.batch_size=4", "loss=cce_kahan")
     plain = trained([*run, "group=plain"], 2)
     graphed = trained([*run, "group=graphed", "trainer.cuda_graph=true"], 2)

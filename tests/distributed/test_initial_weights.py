@@ -1,20 +1,17 @@
 """Ranks that share a model draw its weights after it is sharded. They equal those of one process bit for bit."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from forked import spawn
 from initial_weights import compare, peak, without_drawing
-from pool import Pool
 from rank_process import _of_ranks, curve, ended, free_port, output
 
 from linrnn.config import load_config
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 CASES = [
     ["model=gla", "parallel=fsdp"],
     ["model=gated_deltanet", "parallel=vocab", "size.tie_embeddings=false"],
@@ -42,9 +39,7 @@ def arguments(*more: object, tmp_path: Path, ranks: int = 2) -> list[tuple]:
     ],
     ids=lambda value: "".join(value) if isinstance(value, list) else f"{value}",
 )
-def test_weights_drawn_after_sharding_are_those_of_one_process(
-    ranks: int, overrides: list[str], pool: Pool, tmp_path: Path
-) -> None:
+def test_weights_drawn_after_sharding_are_those_of_one_process(ranks, overrides, pool, tmp_path):
     """Also dtypes, buffers, ties, FLA's marks on parameters, and the state of the generator."""
     codes = pool.run(compare, arguments(overrides, "cpu", tmp_path=tmp_path, ranks=ranks), seconds=60)
     assert codes == [0] * ranks, output(tmp_path / "ranks", ranks)
@@ -53,12 +48,12 @@ def test_weights_drawn_after_sharding_are_those_of_one_process(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: overrides[0] + overrides[1])
-def test_on_gpus_weights_drawn_after_sharding_are_those_of_one_process(overrides: list[str], tmp_path: Path) -> None:
+def test_on_gpus_weights_drawn_after_sharding_are_those_of_one_process(overrides, tmp_path):
     ranks = [spawn(compare, *each) for each in arguments(overrides, "cuda", tmp_path=tmp_path)]
     assert ended(ranks, seconds=240) == [0, 0], output(tmp_path / "ranks", 2)
 
 
-def test_no_rank_ever_holds_the_whole_model(pool: Pool, tmp_path: Path) -> None:
+def test_no_rank_ever_holds_the_whole_model(pool, tmp_path):
     """Two ranks hold half of the model each. Tensors take that half and what drawing needs besides."""
     shares = {}
     for deferred in (True, False):
@@ -71,7 +66,7 @@ def test_no_rank_ever_holds_the_whole_model(pool: Pool, tmp_path: Path) -> None:
     assert min(shares[False]) >= 1, "the test would notice"
 
 
-def test_weights_that_are_loaded_are_not_drawn_before(small: Small, pool: Pool, tmp_path: Path) -> None:
+def test_weights_that_are_loaded_are_not_drawn_before(small, pool, tmp_path):
     """From an export, and from the run's own checkpoint. Both are read by ranks that cannot draw."""
     same = ("schedule=constant", "schedule.steps=4", "schedule.warmup_steps=0", "trainer.max_steps=2")
     first = Trainer(load_config(small(*same, "group=first")))

@@ -1,8 +1,6 @@
 """parallel=fsdp and parallel=vocab on gloo: ranks that share one model train like one process."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import cce_kernels as kernels
 import pytest
 import torch
-from pool import Pool
 from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
 
 from linrnn.config import load_config
@@ -23,8 +20,6 @@ from linrnn.training.checkpoint import found, load_model
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
-Trained = Callable[[list[str], int], Path]
 FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
 TWICE, TWO_GROUPS, UNTIED = "trainer.accumulation_steps=2", "parallel.shard_ranks=2", "size.tie_embeddings=false"
@@ -34,7 +29,7 @@ TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_the_harness_divides_a_vocabulary_as_the_kernels_do(ranks: int) -> None:
+def test_the_harness_divides_a_vocabulary_as_the_kernels_do(ranks):
     mesh: Any = {"shard": SimpleNamespace(size=lambda: ranks)}
     empty = 0
     for vocab in (*range(1, 40), 128_256, 131_073):
@@ -73,9 +68,7 @@ def assert_same_curve(directory: Path, one: Trainer) -> None:
         (4, (*VOCAB, TWICE, "trainer.batch_size=2", TWO_GROUPS), ("model=transformer", "loss=cce_kahan", UNTIED)),
     ],
 )
-def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
-    world_size: int, cut: tuple[str, ...], more: tuple[str, ...], small: Small, trained: Trained
-) -> None:
+def test_n_ranks_have_the_losses_gradients_and_validation_of_one(world_size, cut, more, small, trained):
     """The ranks do not divide the vocabulary, they have different numbers of labels, and there are fewer validation
     batches than ranks. The checkpoint equals that of one process.
     """
@@ -108,9 +101,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
         (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0")),
     ],
 )
-def test_the_bytes_that_ranks_send_are_those_foreseen(
-    world_size: int, cut: tuple[str, ...], small: Small, pool: Pool, tmp_path: Path
-) -> None:
+def test_the_bytes_that_ranks_send_are_those_foreseen(world_size, cut, small, pool, tmp_path):
     log, overrides = tmp_path / "ranks", small(*cut, "trainer.batch_size=4", "trainer.accumulation_steps=2")
     assert run_in(pool, overrides, world_size, log, counted=True) == [0] * world_size, output(log, world_size)
     lines = [line.split() for line in output(log, world_size).splitlines() if line.startswith("sent ")]
@@ -133,7 +124,7 @@ def test_the_bytes_that_ranks_send_are_those_foreseen(
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
-def test_every_model_trains_on_two_ranks(model: str, small: Small, trained: Trained) -> None:
+def test_every_model_trains_on_two_ranks(model, small, trained):
     options = (f"model={model}", "trainer.activation_checkpointing=full", "trainer.batch_size=2")
     one, _ = one_process(small(*options))
     assert_same_curve(trained(small(*options, *VOCAB), 2), one)
@@ -164,14 +155,8 @@ def on_gpus(world_size: int, *cut: str) -> Any:
     ],
 )
 def test_in_mixed_precision_the_losses_differ_by_its_rounding(
-    device: str,
-    world_size: int,
-    cut: tuple[str, ...],
-    model: str,
-    small: Small,
-    trained: Trained,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    device, world_size, cut, model, small, trained, monkeypatch
+):
     """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
     The gradients' norms are the Transformer's. GLA's first gradients multiply rounding errors
@@ -194,7 +179,7 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
             assert norm == pytest.approx(expected[step][1], rel=2e-2), step
 
 
-def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Trained) -> None:
+def test_a_run_continues_with_another_number_of_ranks(small, trained):
     same = ("schedule=constant", "schedule.steps=4", "schedule.warmup_steps=0", "size.vocab_size=515")
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
     first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4)
@@ -217,18 +202,14 @@ def test_a_run_continues_with_another_number_of_ranks(small: Small, trained: Tra
         ((*VOCAB, "trainer.batch_size=3"), "2 ranks cannot share 3 sequences out evenly"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anything_is_built(
-    overrides: tuple[str, ...], words: str, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_go_together_is_refused_before_anything_is_built(overrides, words, small, monkeypatch):
     as_rank(monkeypatch.setenv, 1, 2)
     with pytest.raises(LinrnnError) as refusal:
         make_training_plan(load_config(small(*overrides)))
     assert words in str(refusal.value)
 
 
-def test_a_dry_run_foresees_what_a_rank_holds_and_sends(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_foresees_what_a_rank_holds_and_sends(small, monkeypatch, capsys):
     as_rank(monkeypatch.setenv, 0, 8)
     held = {}
     for parallel in ("ddp", "fsdp", "vocab"):
@@ -242,7 +223,7 @@ def test_a_dry_run_foresees_what_a_rank_holds_and_sends(
     assert held["ddp"].peak > held["fsdp"].peak > held["vocab"].peak
 
 
-def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> None:
+def test_what_fsdp_cannot_cut_is_refused_once(small, tmp_path):
     log = tmp_path / "ranks"
     overrides = small(*FSDP, "model=kda", "trainer.precision=bf16")
     assert ended(start_ranks(overrides, 2, log)) == [4] * 2, output(log, 2)
@@ -250,9 +231,7 @@ def test_what_fsdp_cannot_cut_is_refused_once(small: Small, tmp_path: Path) -> N
     assert "FLA keeps some parameters of kda in fp32" in output(log, 2)
 
 
-def test_the_benchmark_of_several_gpus_writes_its_tables(
-    tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     overrides = (
         "device=cpu", "collective_mib=[0,1]", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]",
         "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",

@@ -6,7 +6,6 @@ import socket
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -38,7 +37,7 @@ def signs(clock: Clock) -> Callable[[int], Watch]:
     return lambda rank: Watch(Launch(rank, world_size=3), store, timedelta(seconds=PATIENCE), clock)
 
 
-def test_a_rank_without_a_new_sign_stands_still(signs: Callable[[int], Watch], clock: Clock) -> None:
+def test_a_rank_without_a_new_sign_stands_still(signs, clock):
     ranks = [signs(rank) for rank in range(3)]
     for _ in range(5):
         assert [rank.still() for rank in ranks] == [[], [], []]
@@ -51,14 +50,14 @@ def test_a_rank_without_a_new_sign_stands_still(signs: Callable[[int], Watch], c
     assert found[10] == [[2], [2]]
 
 
-def test_a_rank_that_is_still_starting_may_take_its_time(signs: Callable[[int], Watch], clock: Clock) -> None:
+def test_a_rank_that_is_still_starting_may_take_its_time(signs, clock):
     first = signs(0)
     for _ in range(50):
         assert first.still() == []
         clock.seconds += PATIENCE / 10
 
 
-def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], Watch], clock: Clock) -> None:
+def test_a_pause_of_all_ranks_is_nobodys_fault(signs, clock):
     ranks = [signs(rank) for rank in range(2)]
     for _ in range(3):
         assert [rank.still() for rank in ranks] == [[], []]
@@ -69,9 +68,7 @@ def test_a_pause_of_all_ranks_is_nobodys_fault(signs: Callable[[int], Watch], cl
     assert [rank.still() for rank in reversed(ranks)] == [[], []]
 
 
-def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(monkeypatch, tmp_path):
     """Each of two machines is called localhost, and their namespaces have one number."""
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -92,9 +89,7 @@ def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
         first.end()
 
 
-def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(monkeypatch, capsys):
     exit_codes: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(os, "_exit", exit_codes.put)
     monkeypatch.setattr(Watch, "GRACE_SECONDS", 0.0)

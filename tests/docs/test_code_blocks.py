@@ -5,9 +5,7 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import yaml
@@ -37,7 +35,6 @@ FIXED = {
     "dpkg-deb -x linux-source-6.1_*.deb .",
     "tar xf usr/src/linux-source-6.1.tar.xz",
 }
-Small = Callable[..., list[str]]
 
 
 def of(language: str) -> list[Block]:
@@ -45,7 +42,7 @@ def of(language: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_says_what_it_is_and_text_holds_no_command(block: Block) -> None:
+def test_a_block_says_what_it_is_and_text_holds_no_command(block):
     assert block.language in LANGUAGES, f"{block}: classify the block as one of {sorted(LANGUAGES)}"
     assert block.language != "text" or not COMMAND.search(block.text), f"{block}: commands stand in bash blocks"
 
@@ -140,7 +137,7 @@ def check(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", of("bash"), ids=str)
-def test_the_commands_are_composed(block: Block) -> None:
+def test_the_commands_are_composed(block):
     found = list(commands(block))
     assert found
     for words in found:
@@ -151,7 +148,7 @@ def test_the_commands_are_composed(block: Block) -> None:
     "line",
     ["python train.py loss=cce_kahn", "linrnn sweep sweep=mev", "make trian", "rm -r results", "python scripts/no.py"],
 )
-def test_a_wrong_command_is_found(line: str) -> None:
+def test_a_wrong_command_is_found(line):
     with pytest.raises((Exception, pytest.fail.Exception)):
         check(line.split())
 
@@ -159,9 +156,7 @@ def test_a_wrong_command_is_found(line: str) -> None:
 # ---------------------------------------------------------------------------------------------- Python, YAML, diagrams
 @pytest.mark.usefixtures("new_losses")
 @pytest.mark.parametrize("page", sorted({block.page for block in of("python")}))
-def test_the_python_of_a_page_runs_from_top_to_bottom(
-    page: str, small: Small, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, small, monkeypatch, tmp_path, capsys):
     def load_small(overrides: list[str], config_name: str = "train") -> object:
         return load_config([*overrides, *small()] if config_name == "train" else overrides, config_name)
 
@@ -187,11 +182,11 @@ def check_next_command(printed: str, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=str)
-def test_the_yaml_can_be_read(block: Block) -> None:
+def test_the_yaml_can_be_read(block):
     assert yaml.safe_load(block.text)
 
 
-def test_the_diagram_shows_the_packages_in_their_order() -> None:
+def test_the_diagram_shows_the_packages_in_their_order():
     [layering] = ROOT.glob("tests/**/test_layering.py")
     tree = ast.parse(layering.read_text(encoding="utf-8"))
     [order] = [

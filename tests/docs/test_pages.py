@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +11,6 @@ from blocks import FENCE, PAGES, ROOT, blocks, commands
 
 from linrnn.config import last_of_each
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 LINK = re.compile(r"!?\[[^\[\]]*\]\(([^()\s]+)\)")
 OF_RESULTS = [ROOT / "results/README.md", *sorted((ROOT / "results/log").glob("*.md"))]
 NAMED = re.compile(r"`((?:src|configs|docs|kernels|notebooks|scripts|tests)/[\w/.*-]+)(?:::(\w+))?`")
@@ -25,7 +22,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OF_RESULTS], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if "://" in link:
             continue
@@ -36,7 +33,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> None:
+def test_every_file_and_every_test_that_a_page_names_is_there(page):
     for path, test in NAMED.findall(page.read_text(encoding="utf-8")):
         if "NAME" in path or path.endswith(("/chunked.py", "/chunked.yaml")):
             continue  # the reader's own
@@ -45,7 +42,7 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
-def test_every_diagram_has_a_picture_of_its_source(page: Path) -> None:
+def test_every_diagram_has_a_picture_of_its_source(page):
     """The site shows the pictures, so that it needs no network."""
     diagrams = [block.text for block in blocks(page) if block.language == "mermaid"]
     pictures = sorted((ROOT / "docs" / "diagrams").glob(f"{page.stem}-*.svg"))
@@ -53,7 +50,7 @@ def test_every_diagram_has_a_picture_of_its_source(page: Path) -> None:
     assert [source and source.rstrip("\n") for source in sources] == diagrams, "python scripts/maintain/diagrams.py"
 
 
-def test_the_menu_holds_every_page() -> None:
+def test_the_menu_holds_every_page():
     class Loader(yaml.SafeLoader):
         """Reads the names of Python functions as text."""
 
@@ -71,9 +68,7 @@ def test_the_menu_holds_every_page() -> None:
         assert name in menu or f"{name.rpartition('/')[0]}/" in menu, name
 
 
-def test_the_quickstart_works_from_training_to_the_report(
-    command: Command, small: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_quickstart_works_from_training_to_the_report(command, small, tmp_path):
     """The commands of "A first run, step by step", with fewer steps and in another directory."""
     page = ROOT / "docs" / "quickstart.md"
     after = page.read_text(encoding="utf-8").split("## A first run")[0].count("\n")

@@ -5,7 +5,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,13 +34,13 @@ def saved_bytes(small: Small, *overrides: str) -> dict[str, int]:
     return dict(saved.bytes)
 
 
-def test_the_loss_keeps_log_probabilities_and_its_hidden_states(small: Small) -> None:
+def test_the_loss_keeps_log_probabilities_and_its_hidden_states(small):
     saved = saved_bytes(small, "model=transformer")["loss"]
     log_probabilities, hidden = 4 * N * V, 4 * N * D
     assert log_probabilities + hidden <= saved <= 2 * log_probabilities + hidden + 16 * N
 
 
-def test_the_mlp_keeps_its_input_and_two_or_three_inner_activations(small: Small) -> None:
+def test_the_mlp_keeps_its_input_and_two_or_three_inner_activations(small):
     run = trainer(small, "model=transformer")
     inner = 4 * N * run.architecture.intermediate_size
     saved = SavedActivations(run.model)
@@ -50,14 +49,14 @@ def test_the_mlp_keeps_its_input_and_two_or_three_inner_activations(small: Small
     assert LAYERS * (4 * N * D + 2 * inner) <= saved.bytes["mlp"] <= LAYERS * (4 * N * D + 4 * inner)
 
 
-def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small: Small) -> None:
+def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small):
     saved = saved_bytes(small, "model=gla", "trainer.activation_checkpointing=full")
     assert saved.get("mixer", 0) == saved.get("mlp", 0) == 0
     assert saved["other"] == LAYERS * 4 * N * D
     assert saved_bytes(small, "model=gla")["mixer"] > 10 * 4 * N * D
 
 
-def test_with_selective_checkpointing_the_blocks_also_keep_the_results_of_linear_layers(small: Small) -> None:
+def test_with_selective_checkpointing_the_blocks_also_keep_the_results_of_linear_layers(small):
     saved = saved_bytes(small, "model=transformer", "trainer.activation_checkpointing=selective")
     run = trainer(small, "model=transformer")
     assert saved["other"] == LAYERS * 4 * N * D
@@ -65,7 +64,7 @@ def test_with_selective_checkpointing_the_blocks_also_keep_the_results_of_linear
     assert saved["mlp"] == LAYERS * 4 * N * (2 * run.architecture.intermediate_size + D)
 
 
-def test_under_autocast_copies_of_the_weights_are_told_apart(small: Small) -> None:
+def test_under_autocast_copies_of_the_weights_are_told_apart(small):
     run = trainer(small, "model=transformer", "trainer.precision=bf16_autocast", "trainer.batch_size=3")
     saved = SavedActivations(run.model)
     with saved.watch():
@@ -76,9 +75,7 @@ def test_under_autocast_copies_of_the_weights_are_told_apart(small: Small) -> No
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alone(
-    small: Small, checkpointing: str
-) -> None:
+def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alone(small, checkpointing):
     option = f"trainer.activation_checkpointing={checkpointing}"
     plain, timed = trainer(small, option), trainer(small, option)
     values = plain.train_step().read()  # also pays for what a process does once
@@ -107,7 +104,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
     assert 0.5 * seconds["step"] < seconds["host"], "a CPU computes what it issues"
 
 
-def test_projections_are_the_linear_layers_that_a_mixer_calls(small: Small) -> None:
+def test_projections_are_the_linear_layers_that_a_mixer_calls(small):
     run = trainer(small, "model=gla", "model.shared_projection_rank=32")
     calls: Counter[nn.Module] = Counter()
     for layer in projections(run.model):
@@ -118,7 +115,7 @@ def test_projections_are_the_linear_layers_that_a_mixer_calls(small: Small) -> N
     assert sum(layer.weight.numel() for layer in linear) > 0.9 * LAYERS * run.architecture.mixer_parameters
 
 
-def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breakdown_stands_measured_beside_formula(small, monkeypatch):
     run, collects = trainer(small, "model=gla"), []
     step = run.train_step
     monkeypatch.setattr(run, "train_step", lambda: (collects.append(gc.isenabled()), step())[1])
@@ -146,13 +143,13 @@ def test_a_breakdown_stands_measured_beside_formula(small: Small, monkeypatch: p
 
 
 @pytest.mark.parametrize("override", ["trainer.cuda_graph=true", "trainer.compile=blocks", "trainer.compile=model"])
-def test_steps_without_parts_are_refused(override: str) -> None:
+def test_steps_without_parts_are_refused(override):
     with pytest.raises(ConfigError, match=override):
         check_parts(load_config([override]).trainer)
     check_parts(load_config([]).trainer)
 
 
-def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it(small: Small) -> None:
+def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it(small):
     run = trainer(small, "model=gla", "size.tie_embeddings=false", "optimizer.max_grad_norm=null")
     run.loss = sum_of_inputs  # type: ignore[assignment]
     gradients: dict[str, torch.Tensor] = {}
@@ -168,7 +165,7 @@ def test_a_step_without_a_loss_layer_has_every_gradient_and_keeps_nothing_for_it
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if "bias" not in name)
 
 
-def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_path: Path) -> None:
+def test_a_breakdown_is_made_and_written(small, command, tmp_path):
     done = command(
         "scripts/breakdown.py", *small("loss=cce_kahan"), "steps=1", "warmup_steps=1", f"output={tmp_path}/b"
     )
@@ -177,7 +174,7 @@ def test_a_breakdown_is_made_and_written(small: Small, command: Callable, tmp_pa
     assert not (tmp_path / "results").exists(), "a breakdown is no run"
 
 
-def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small: Small) -> None:
+def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small):
     run = trainer(small, "model=gla", "trainer.precision=bf16_autocast")
     compute, storages, alive = run.loss, [], []
 

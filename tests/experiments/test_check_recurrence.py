@@ -32,21 +32,19 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], int]:
     return call
 
 
-def test_an_agreement_is_printed(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agreement_is_printed(run, capsys):
     assert run({"output": 0.002, "gradient of k": 0.004}) == 0
     assert "| gradient of k | 4.0e-03 | yes |" in capsys.readouterr().out
 
 
-def test_a_wrong_gradient_ends_the_command_with_an_error(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_gradient_ends_the_command_with_an_error(run, capsys):
     assert run({"output": 0.002, "gradient of k": 0.5}) == 4
     out, err = capsys.readouterr()
     assert "| gradient of k | 5.0e-01 | **no** |" in out
     assert "FLA's kernels compute something else than plain torch here" in err
 
 
-def test_a_cpu_has_nothing_to_compare(command: Callable[..., object]) -> None:
+def test_a_cpu_has_nothing_to_compare(command):
     ended = command("scripts/check_recurrence.py", "model=gla", "device=cpu")
     assert ended.returncode == 4
     assert "there is no kernel to compare" in ended.stderr

@@ -13,7 +13,7 @@ from linrnn.experiments.launching import launch, read_launcher, sbatch_text
 submitit = pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
 
 
-def test_overrides_choose_the_cluster_and_its_resources() -> None:
+def test_overrides_choose_the_cluster_and_its_resources():
     given = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=1"]
     assert read_launcher(given) == (
         "slurm",
@@ -32,9 +32,7 @@ def test_overrides_choose_the_cluster_and_its_resources() -> None:
         (["hydra/launcher=submitit_slurm"], "needs srun and sbatch, and PATH has no such command"),
     ],
 )
-def test_what_submitit_cannot_do_is_refused(
-    overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_submitit_cannot_do_is_refused(overrides, words, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm here
     with pytest.raises(ConfigError, match=words) as error:
         launch(subprocess.check_call, [["touch", str(tmp_path / "a")]], overrides, tmp_path)
@@ -42,7 +40,7 @@ def test_what_submitit_cannot_do_is_refused(
     assert "pip install" not in error.value.remedy, "submitit is installed"
 
 
-def test_a_dry_run_shows_what_sbatch_would_get_and_rejects_a_wrong_key(tmp_path: Path) -> None:
+def test_a_dry_run_shows_what_sbatch_would_get_and_rejects_a_wrong_key(tmp_path):
     given = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=2"]
     text = sbatch_text(len, [[1], [2], [3]], [*given, "hydra.launcher.timeout_min=90"], tmp_path / "files")
     for option in ("--array=0-2", "--partition=gpu", "--gpus-per-node=2", "--time=90", "--job-name=linrnn"):
@@ -55,9 +53,7 @@ def test_a_dry_run_shows_what_sbatch_would_get_and_rejects_a_wrong_key(tmp_path:
 
 
 @pytest.mark.parametrize("there", ["srun", "sbatch"])
-def test_a_command_of_slurm_that_is_missing_is_named(
-    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_slurm_that_is_missing_is_named(there, tmp_path, monkeypatch):
     (tmp_path / there).write_text("#!/bin/sh\n")
     (tmp_path / there).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -69,7 +65,7 @@ def test_a_command_of_slurm_that_is_missing_is_named(
 
 
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])
-def test_submitit_refuses_what_slurm_does_not_have(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submitit_refuses_what_slurm_does_not_have(key, tmp_path, monkeypatch):
     """The Slurm here consists only of commands with the right names."""
     for name in ("srun", "sbatch", "squeue", "scontrol"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
@@ -80,7 +76,7 @@ def test_submitit_refuses_what_slurm_does_not_have(key: str, tmp_path: Path, mon
     assert error.value.remedy.startswith("correct the resource: hydra.launcher.KEY takes cpus_per_task, ")
 
 
-def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path, monkeypatch):
     asked: dict[str, Any] = {}
 
     class Executor:
@@ -116,7 +112,7 @@ def test_slurm_s_own_resources_reach_slurm_by_their_names(tmp_path: Path, monkey
     }
 
 
-def test_every_job_ends_before_a_lost_one_is_told(tmp_path: Path) -> None:
+def test_every_job_ends_before_a_lost_one_is_told(tmp_path):
     jobs = [["false"], ["sh", "-c", f"sleep 1; touch '{tmp_path}/whole'"]]
     with pytest.raises(submitit.core.utils.FailedJobError, match="non-zero exit status"):
         launch(subprocess.check_call, jobs, ["hydra/launcher=submitit_local"], tmp_path)

@@ -5,10 +5,8 @@ And `scripts/find_max_batch.py` on a CPU: real training runs, measured by the pr
 
 import itertools
 import json
-import subprocess
 from bisect import bisect_right
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -22,8 +20,6 @@ from linrnn.experiments import max_batch
 from linrnn.experiments.max_batch import Answer, Probe, find_max_batch, report, search
 from linrnn.experiments.points import Point, write_summary
 
-Small = Callable[..., list[str]]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 GIB = 2**30
 
 
@@ -56,7 +52,7 @@ def searched(truth, forecast, gib: float, max_probes: int, *, finishes: bool = F
         (line(70, 1), line(0, 1), 80, [80, 79, 39, 19]),  # far too high: by half
     ],
 )
-def test_the_first_probe_is_the_forecast_and_peaks_decide_the_next(truth, forecast, gib, log) -> None:
+def test_the_first_probe_is_the_forecast_and_peaks_decide_the_next(truth, forecast, gib, log):
     probed, answer = searched(truth, forecast, gib, 4)
     assert probed == log
     assert answer.batch == max((batch for batch in log if truth(batch) <= gib * GIB), default=0)
@@ -64,7 +60,7 @@ def test_the_first_probe_is_the_forecast_and_peaks_decide_the_next(truth, foreca
 
 @pytest.mark.parametrize("error", [0.8, 0.9, 0.97, 1.03, 1.1, 1.25])
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2)])
-def test_a_forecast_wrong_by_up_to_a_quarter_ends_near_the_answer_within_seven_probes(error, fixed, slope) -> None:
+def test_a_forecast_wrong_by_up_to_a_quarter_ends_near_the_answer_within_seven_probes(error, fixed, slope):
     """The default of max_probes."""
     _, answer = searched(line(fixed, slope), line(fixed * error, slope * error), 80, 7)
     expected = int((80 - fixed) / slope)
@@ -73,14 +69,14 @@ def test_a_forecast_wrong_by_up_to_a_quarter_ends_near_the_answer_within_seven_p
     assert expected - answer.batch <= 0.03 * expected
 
 
-def test_a_probe_that_ends_above_the_budget_is_measured_too() -> None:
+def test_a_probe_that_ends_above_the_budget_is_measured_too():
     """As on a CPU, whose memory the formulas of a GPU do not foresee."""
     log, answer = searched(line(0.45, 0.018), line(0.05, 0.0095), 1.2, 6, finishes=True)
     assert (log[0], answer.batch, answer.exact) == (121, 41, True)
 
 
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2), (79.5, 1)])
-def test_without_formulas_what_is_measured_takes_their_place(fixed: float, slope: float) -> None:
+def test_without_formulas_what_is_measured_takes_their_place(fixed, slope):
     log, answer = searched(line(fixed, slope), None, 80, 6)
     assert log[0] == 1, "nothing is foreseen"
     assert (answer.batch, answer.foreseen, answer.exact) == (int((80 - fixed) / slope), None, True)
@@ -88,7 +84,7 @@ def test_without_formulas_what_is_measured_takes_their_place(fixed: float, slope
 
 
 @pytest.mark.parametrize("step", [0.0, -0.004, 0.0008])
-def test_peaks_that_do_not_rise_double_the_batch(step: float) -> None:
+def test_peaks_that_do_not_rise_double_the_batch(step):
     """As a CPU's resident memory, which also holds what has nothing to do with the batch, and is noisy."""
     log, _ = searched(lambda batch: (0.5 + step * batch**0.1) * GIB, None, 2, 7)
     assert all(later <= 4 * earlier for earlier, later in itertools.pairwise(log)), log
@@ -102,7 +98,7 @@ def test_peaks_that_do_not_rise_double_the_batch(step: float) -> None:
     offset=st.floats(0, 20),
     n=st.integers(1, 9),
 )
-def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, error, offset, n) -> None:
+def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, error, offset, n):
     truth = line(fixed + offset, slope)
     log, answer = searched(truth, line(fixed * error, slope * error), 80, n)
     assert len(log) <= n
@@ -121,7 +117,7 @@ def find(overrides: list[str], *own: str, say: Callable[[str], None] = print) ->
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_probes_are_training_runs_and_are_not_made_again(small: Small, tmp_path: Path) -> None:
+def test_probes_are_training_runs_and_are_not_made_again(small, tmp_path):
     own = ["memory_budget_gib=0.05", "max_probes=1", "probe_steps=3"]
     overrides = small("model=transformer", "loss=standard")
     find(overrides, *own, "warmup_steps=1")
@@ -174,9 +170,7 @@ UNIT = {"fsdp": 1, "vocab": 2}  # trainer.batch_size for one sequence on each of
 
 @pytest.mark.usefixtures("quick_points")
 @pytest.mark.parametrize("parallel", ["fsdp", "vocab"])
-def test_probes_of_two_ranks_find_the_batch_of_a_rank(
-    parallel: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_of_two_ranks_find_the_batch_of_a_rank(parallel, small, tmp_path, monkeypatch):
     """A rank out of memory is a batch that does not fit."""
     monkeypatch.setattr(max_batch, "Process", FakeProcess)
     monkeypatch.setattr(FakeProcess, "started", [])
@@ -193,12 +187,12 @@ def test_probes_of_two_ranks_find_the_batch_of_a_rank(
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_search_with_ranks_that_one_process_cannot_have_is_refused(small: Small) -> None:
+def test_a_search_with_ranks_that_one_process_cannot_have_is_refused(small):
     with pytest.raises(ConfigError, match="2 ranks, and parallel=none"):
         find(small(), "ranks=2")
 
 
-def test_what_cannot_be_searched_is_refused(small: Small, command: Command) -> None:
+def test_what_cannot_be_searched_is_refused(small, command):
     done = command("scripts/find_max_batch.py", *small("loss=liger"))
     assert (done.returncode, "loss=liger" in done.stderr) == (4, True)
     wrong = command("scripts/find_max_batch.py", "model=gal")

@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +11,9 @@ from linrnn.config.cli import split_overrides
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.experiments import sweep
 
-Small = Callable[..., list[str]]
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_sweep_is_listed_run_and_not_run_again(small: Small, command: Command, tmp_path: Path) -> None:
+def test_a_sweep_is_listed_run_and_not_run_again(small, command, tmp_path):
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
     points += ["report_every_seconds=1"]
@@ -43,7 +37,7 @@ def said_by_sweep(*overrides: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small: Small) -> None:
+def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small):
     lists = ["model=gla,transformer", "loss=standard,compiled,cce_kahan", "seed=0,1", "size=smoke", "group=mine"]
     said = said_by_sweep(*small(*lists, "dry_run=true"))
     labels = [line.split("  ")[0] for line in said[1:13]]
@@ -53,7 +47,7 @@ def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small: Sma
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small: Small, tmp_path: Path) -> None:
+def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small, tmp_path):
     points = small("sweep=same_loss", "experiment=null", "model=transformer", "loss=liger", "seed=0", "size=smoke")
     with pytest.raises(UnsupportedError):  # liger needs a GPU
         said_by_sweep(*points)
@@ -68,7 +62,7 @@ def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(smal
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_sweep_without_its_data_is_refused_before_anything_starts(small: Small, tmp_path: Path) -> None:
+def test_a_sweep_without_its_data_is_refused_before_anything_starts(small, tmp_path):
     """A cluster's machines may hold what this one lacks: a launcher is asked."""
     sweep_of_one = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
     points = small(*sweep_of_one, "memory_budget_gib=null", "data=text", f"data.path={tmp_path / 'no.txt'}")
@@ -89,7 +83,7 @@ def shared(*more: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small: Small, tmp_path: Path) -> None:
+def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small, tmp_path):
     foreseen = said_by_sweep(*small(*shared("dry_run=true")))
     assert "each point has 2 ranks; its memory is that of one" in foreseen
     for steps in (2, 3):
@@ -102,9 +96,7 @@ def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small: Small, t
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_points_that_share_a_gpu_say_so_in_their_summaries(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_that_share_a_gpu_say_so_in_their_summaries(small, tmp_path, monkeypatch):
     """Each point computes on the CPU here, and is told what it would be told on the one GPU."""
     points = small("sweep=checkpointing", "experiment=null", "loss=standard", "model=transformer", "seed=0,1")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
@@ -118,7 +110,7 @@ def test_points_that_share_a_gpu_say_so_in_their_summaries(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) -> None:
+def test_on_gpus_a_point_of_two_ranks_gets_both(small, tmp_path):
     said_by_sweep(*small(*shared("device=cuda", "trainer.max_steps=2")))
     [path] = (tmp_path / "results/checkpointing").glob("*/summary.json")
     summary = json.loads(path.read_text())
@@ -141,7 +133,7 @@ def test_on_gpus_a_point_of_two_ranks_gets_both(small: Small, tmp_path: Path) ->
         (["model=gla", "seed=3"], "no key has several values", "model=gla,kda seed=0,1"),
     ],
 )
-def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str, command_here: Command) -> None:
+def test_a_wrong_sweep_is_refused(arguments, cause, remedy, command_here):
     done = command_here("scripts/sweep.py", *arguments, "dry_run=true")
     assert done.returncode == 2, done.stdout + done.stderr
     error, hint = done.stderr.strip().splitlines()
@@ -152,14 +144,14 @@ def test_a_wrong_sweep_is_refused(arguments: list[str], cause: str, remedy: str,
 @pytest.mark.parametrize(
     ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 7"), ("breakdown", "warmup_steps: 3")]
 )
-def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script: str, key: str, command_here: Command) -> None:
+def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script, key, command_here):
     done = command_here(f"scripts/{script}.py", "--help")
     assert done.returncode == 0, done.stderr
     assert key in done.stdout
     assert "python train.py --help" in done.stdout
 
 
-def test_a_sweep_s_point_runs_as_a_job_of_submitit(small: Small, command: Command, tmp_path: Path) -> None:
+def test_a_sweep_s_point_runs_as_a_job_of_submitit(small, command, tmp_path):
     pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")
     overrides += ["trainer.activation_checkpointing=full", "memory_budget_gib=null"]

@@ -72,7 +72,7 @@ def statuses(points: Sequence[Point]) -> list[str | None]:
     return [(point.summary() or {}).get("status") for point in points]
 
 
-def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on(make_points) -> None:
+def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on(make_points):
     points = make_points(4)
     said = run(points, s0=CRASHES, s2=KILLED)
     assert statuses(points) == ["failed", "finished", "failed", "finished"]
@@ -86,7 +86,7 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
     assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs failed points again"
 
 
-def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
+def test_running_again_runs_only_what_has_no_answer(make_points):
     points = make_points(3)
     run(points[:1])
     write_summary(points[1], "out_of_memory", "too large")
@@ -109,7 +109,7 @@ def test_running_again_runs_only_what_has_no_answer(make_points) -> None:
     assert failure.value.exit_code == 6
 
 
-def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points) -> None:
+def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points):
     points = make_points(2)
     for point in points:
         write_summary(point, "unsupported", "no GPU")
@@ -120,7 +120,7 @@ def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points) -> None:
     _judge(points, print)  # one has finished
 
 
-def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points) -> None:
+def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points):
     [point] = make_points(1)
     directory = point.run_directory()
     directory.open()
@@ -137,7 +137,7 @@ def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_t
     assert statuses([point]) == ["failed"], "a machine that cannot run it takes nothing from what it did"
 
 
-def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points) -> None:
+def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points):
     points = make_points(2)
     stop_once(lambda: points[0].log.exists() and "tuning" in points[0].log.read_text())
     with pytest.raises(InterruptedRun, match="running: seed=0; waiting: 1") as stopped:
@@ -146,20 +146,20 @@ def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_poi
     assert statuses(points) == [None, None]
 
 
-def test_two_slots_run_two_points_each_on_its_gpu(make_points) -> None:
+def test_two_slots_run_two_points_each_on_its_gpu(make_points):
     points = make_points(4)
     run(points, slots_of(2, ["3", "5", "6"]))
     gpus = [json.loads((point.directory / SUMMARY).read_text())["gpu"] for point in points]
     assert set(gpus) == {"3", "5"}
 
 
-def test_more_jobs_than_gpus_are_refused_and_cpus_take_any() -> None:
+def test_more_jobs_than_gpus_are_refused_and_cpus_take_any():
     with pytest.raises(ConfigError, match="jobs=3"):
         slots_of(3, ["0", "1"])
     assert slots_of(3, []) == [{}, {}, {}]
 
 
-def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it() -> None:
+def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it():
     slots = slots_of(16, ["3", "5"], share=True)
     assert Counter(slot["CUDA_VISIBLE_DEVICES"] for slot in slots) == {"3": 8, "5": 8}
     assert {slot[SHARED_GPU] for slot in slots} == {"1"}
@@ -169,7 +169,7 @@ def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it() -> None:
     assert refusal.value.remedy == "use jobs=2, or share_gpus=true if only the losses matter"
 
 
-def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep_of_runs, "cores", lambda: 24)
     assert [threads_of(jobs) for jobs in (1, 5, 32)] == [{}, {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "1"}]
@@ -177,7 +177,7 @@ def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch
     assert threads_of(5) == {}
 
 
-def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points) -> None:
+def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points):
     """Every way in which memory runs out makes its error with out_of_memory(), which decides the exit code."""
     [point, alone] = make_points(2)
     full = "import sys; from linrnn.config.cli import run_plain\nsys.argv = sys.argv[:1]\n"
@@ -191,7 +191,7 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points) -> None:
 
 
 @pytest.mark.parametrize("status", ANSWERS)
-def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_points, status: str) -> None:
+def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_points, status):
     """An answer of before this sweep began is repeated: the sweep was asked for with retry=true."""
     old, new = points = make_points(2)
     answer = {"status": status, "steps": 3, "reason": "as expected"}
@@ -210,7 +210,7 @@ def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_poin
     assert [f"{status} by another process" in line for line in said].count(True) == 1
 
 
-def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_points, tmp_path: Path) -> None:
+def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_points, tmp_path):
     points = make_points(4)
     ran = tmp_path / "ran"
     counted = (
@@ -231,7 +231,7 @@ def test_two_sweeps_of_one_group_run_every_point_once_and_both_end_well(make_poi
     assert all(point.log.read_text() == "begun\n" for point in points), "no log is written by two"
 
 
-def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points) -> None:
+def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points):
     point = make_points(1)[0]
     run([point])
     finished = point.summary()
@@ -239,7 +239,7 @@ def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> None:
+def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path):
     point = make_points(1)[0]
     program = (
         "import sys, time, pickle\nfrom linrnn.experiments.points import Process\n"
@@ -261,7 +261,7 @@ def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path: Path) -> N
     raise AssertionError("the point outlived its sweep")
 
 
-def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -> None:
+def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
     overrides = [small(f"model={m}", f"loss={loss}") for m, loss in (("gla", "liger"), ("kda", "standard"))]
     liger, chunks, fine = foresee([overrides[0], [*overrides[1], "model.chunk_size=128"], overrides[1]])
     assert "GPU" in liger.refusal
@@ -279,7 +279,7 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small: Small) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")
-def test_a_cluster_s_job_decides_what_depends_on_its_machine(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch):
     [contradictory] = foresee([small("trainer.activation_checkpointing=selective", "trainer.compile=blocks")])
     on_gpus = [["memory_budget_gib=80"], ["device=cuda"], ["loss=liger"], ["loss=standard"]]
     monkeypatch.setattr(plan, "available_memory", lambda: 2**20)
@@ -289,7 +289,7 @@ def test_a_cluster_s_job_decides_what_depends_on_its_machine(small: Small, monke
     assert contradictory.on_a_cluster().refusal is not None, "no machine runs it"
 
 
-def test_a_point_s_command_gives_each_key_once(small: Small) -> None:
+def test_a_point_s_command_gives_each_key_once(small):
     [point] = foresee([[*small("seed=1"), "loss=standard", "seed=2", "trainer.max_steps=4"]])
     keys = [override.partition("=")[0] for override in point.overrides]
     assert len(keys) == len({*keys})
@@ -304,7 +304,7 @@ def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]
     return foresee([[*own, seed, f"data.path={tmp_path / file}"] for seed, file in texts])
 
 
-def test_a_dry_run_names_the_points_without_data(small: Small, tmp_path: Path) -> None:
+def test_a_dry_run_names_the_points_without_data(small, tmp_path):
     points = points_without_data(small, tmp_path)
     lines = listing(points, load_config(["sweep=mve"], "run_sweep"))
     assert [line.split("  ")[-1] for line in lines[1:4]] == ["no data (1)", "no data (1)", "to run"]
@@ -313,7 +313,7 @@ def test_a_dry_run_names_the_points_without_data(small: Small, tmp_path: Path) -
     assert "3 points: 2 no data, 1 to run" in lines
 
 
-def test_a_point_with_a_checkpoint_of_its_own_needs_no_start_any_more(small: Small) -> None:
+def test_a_point_with_a_checkpoint_of_its_own_needs_no_start_any_more(small):
     own = small("loss=standard", "continue_from=nowhere")
     [point] = foresee([own])
     assert point.missing is not None
@@ -324,7 +324,7 @@ def test_a_point_with_a_checkpoint_of_its_own_needs_no_start_any_more(small: Sma
     assert foresee([[*own, "trainer.resume=never"]])[0].missing is not None
 
 
-def test_a_sweep_starts_nothing_if_no_point_has_its_data(small: Small, tmp_path: Path) -> None:
+def test_a_sweep_starts_nothing_if_no_point_has_its_data(small, tmp_path):
     points = points_without_data(small, tmp_path)
     with pytest.raises(DataError, match=r"none of 2 points can start: .*no\.txt does not exist") as refusal:
         check_inputs(points[:2])
@@ -342,7 +342,7 @@ def _fail() -> None:
     raise ConfigError("no such thing", "choose another")
 
 
-def test_errors_come_whole_out_of_another_process() -> None:
+def test_errors_come_whole_out_of_another_process():
     with pytest.raises(LinrnnError) as error:
         in_another_process(_fail)
     assert (error.value.cause, error.value.remedy, error.value.exit_code) == ("no such thing", "choose another", 2)
@@ -369,7 +369,7 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(make_shared_points) -> None:
+def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(make_shared_points):
     points = make_shared_points(2)
     run(points, slots_of(2, ["3", "5", "6", "7"], ranks=2), s0=RANKS_FINISH, s1=RANKS_FINISH)
     assert statuses(points) == ["finished"] * 2
@@ -381,7 +381,7 @@ def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(
     assert {ranks[0][6] for ranks in told} == {"3,5", "6,7"}
 
 
-def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, make_shared_points) -> None:
+def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, make_shared_points):
     [alone], [shared] = make_points(1), make_shared_points(1)
     assert (alone.ranks, shared.ranks) == (1, 2)
     assert alone.directory.name == run_name(alone.config)
@@ -395,11 +395,11 @@ def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, m
     ("codes", "decisive_one"),
     [([0, 0], (0, 0)), ([1, -9], (1, -9)), ([1, 5], (1, 5)), ([-9, 5, 1], (1, 5)), ([0, 1], (1, 1)), ([4, 4], (0, 4))],
 )
-def test_one_rank_decides_what_became_of_a_point(codes: list[int], decisive_one: tuple[int, int]) -> None:
+def test_one_rank_decides_what_became_of_a_point(codes, decisive_one):
     assert decisive(codes) == decisive_one
 
 
-def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points) -> None:
+def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points):
     points = make_shared_points(3)
     killed = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else exit(1)"
     full = "import os; exit(5 if os.environ['RANK'] == '1' else 'error: rank 1 stopped: out of memory at step 3')"
@@ -410,7 +410,7 @@ def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_stop_reaches_every_rank(make_shared_points, tmp_path: Path) -> None:
+def test_a_stop_reaches_every_rank(make_shared_points, tmp_path):
     [point] = make_shared_points(1)
     hangs = f"import os; open({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{HANGS}"
     stop_once(lambda: len([*tmp_path.glob("pid*")]) == 2)
@@ -420,7 +420,7 @@ def test_a_stop_reaches_every_rank(make_shared_points, tmp_path: Path) -> None:
         assert not Path("/proc", (tmp_path / f"pid{rank}").read_text()).exists()
 
 
-def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small: Small) -> None:
+def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small):
     assert slots_of(2, ["0", "1", "2", "3", "4"], ranks=2) == [
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "2,3"},
@@ -445,7 +445,7 @@ def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small: Small) -
     assert "RANK" not in os.environ
 
 
-def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, monkeypatch):
     [point] = make_shared_points(1)
     monkeypatch.setattr(points_of_sweeps, "LEFT_BEHIND_SECONDS", 0.5)
     waits = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # until SIGKILL
@@ -455,9 +455,7 @@ def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, m
     assert summary["reason"] == "rank 1: no GPU is free"
 
 
-def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(
-    make_points: Callable[[int], list[Point]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(make_points, monkeypatch):
     points = make_points(4)
     write_summary(points[0], "unsupported", "no GPU")
     write_summary(points[1], "out_of_memory", "too large")
@@ -474,7 +472,7 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(
     assert sum("the job was lost: job 7 was lost" in line for line in said) == 2
 
 
-def test_the_command_of_a_point_without_a_run_names_no_path_of_this_machine(make_points) -> None:
+def test_the_command_of_a_point_without_a_run_names_no_path_of_this_machine(make_points):
     [point] = make_points(1)
     command = write_summary(point, "unsupported", "no GPU")["command"]
     assert "results_dir=results" in command

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,12 +66,12 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_tuned() -> None:
+def test_without_a_gpu_nothing_is_tuned():
     with pytest.raises(UnsupportedError, match="sees none"):
         tune_kernels.tune(config(), [], print)
 
 
-def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: Path) -> None:
+def test_choices_are_stored_and_what_failed_is_named(called, tmp_path):
     lines: list[str] = []
     options = (*OPTIONS, f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match="2 of 4 failed: kda smoke, B = 4, kda smoke, B = 8") as failure:
@@ -95,9 +94,7 @@ def test_choices_are_stored_and_what_failed_is_named(called: Called, tmp_path: P
     assert len(called.tiles) == 6, "again measures all"
 
 
-def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(
-    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(called, tmp_path, monkeypatch):
     """Later models would fail for no reason of their own."""
 
     def lost() -> None:
@@ -115,7 +112,7 @@ def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(
     assert len(stored.kernels) == 1, "what came before is kept"
 
 
-def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called, tmp_path: Path) -> None:
+def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called, tmp_path):
     Table("a GPU", {**VERSIONS, "flash-linear-attention": "0.1"}, {"old:kernel": {"": "BT=1"}}).write(tmp_path)
     options = (*OPTIONS, "models=[gla]", f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=r"was made with triton .*, flash-linear-attention 0\.1"):
@@ -128,7 +125,7 @@ def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called: Called,
     assert called.tiles
 
 
-def test_targets_are_all_combinations_with_few_layers() -> None:
+def test_targets_are_all_combinations_with_few_layers():
     found = tune_kernels.targets(config(*OPTIONS), ["trainer.seq_len=64"])
     assert [target.name for target in found] == [f"{m} smoke, B = {b}" for m in ("gla", "kda") for b in (4, 8)]
     run: Config = load_config([*found[0].overrides, "device=cpu"])
@@ -140,7 +137,7 @@ def test_targets_are_all_combinations_with_few_layers() -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_step_of_the_blocks_runs(reset: bool) -> None:
+def test_a_step_of_the_blocks_runs(reset):
     options = ["device=cpu", "size.num_layers=2", "trainer.batch_size=2", "trainer.seq_len=16"]
     run: Config = load_config([*options, f"data.reset_at_document={str(reset).lower()}"])
     batch = tune_kernels.batch_of(run)

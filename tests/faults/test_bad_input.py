@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from linrnn.report.runs import read_runs
 from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -38,15 +36,7 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["trainer.seq_len=50000"], 3, "50,001", "seq_len"),
     ],
 )
-def test_refused(
-    overrides: list[str],
-    code: int,
-    cause: str,
-    remedy: str,
-    command_here: Command,
-    small: Callable[..., list[str]],
-    tmp_path: Path,
-) -> None:
+def test_refused(overrides, code, cause, remedy, command_here, small, tmp_path):
     if any(o.startswith("data=") for o in overrides):
         base = [o for o in small() if not o.startswith(("data.n_",))]
     else:
@@ -76,9 +66,7 @@ def test_refused(
         ("../benchmarks/steps", "roundes=3", "roundes: there is no such key", "nearest: rounds"),
     ],
 )
-def test_what_a_script_does_not_take_is_refused(
-    script: str, argument: str, cause: str, remedy: str, command_here: Command
-) -> None:
+def test_what_a_script_does_not_take_is_refused(script, argument, cause, remedy, command_here):
     done = command_here(f"scripts/{script}.py", *argument.split())
     error, hint = done.stderr.strip().splitlines()
     assert done.returncode == 2
@@ -86,7 +74,7 @@ def test_what_a_script_does_not_take_is_refused(
     assert remedy in hint
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_reader_that_has_gone_is_no_error():
     """In a new interpreter, which also flushes its output when it ends."""
     command = [sys.executable, "train.py", "--help"]
     fresh = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -97,21 +85,19 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert fresh.wait() == 128 + signal.SIGPIPE
 
 
-def test_a_gpu_where_there_is_none(command: Command, small: Callable[..., list[str]]) -> None:
+def test_a_gpu_where_there_is_none(command, small):
     done = command("train.py", *small("device=cuda"))
     assert done.returncode == 4
     assert "sees no GPU" in done.stderr
     assert "device=cpu" in done.stderr
 
 
-def test_the_traceback_is_there_for_the_asking(command_here: Command) -> None:
+def test_the_traceback_is_there_for_the_asking(command_here):
     assert "Traceback" not in command_here("train.py", "model=gal").stderr
     assert "Traceback" in command_here("train.py", "model=gal", HYDRA_FULL_ERROR="1").stderr
 
 
-def test_a_full_disk_ends_the_run_with_its_cause(
-    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_the_run_with_its_cause(small, monkeypatch):
     from linrnn.training import checkpointer
 
     def no_space(*_: object) -> None:
@@ -167,15 +153,8 @@ def too_large_for_the_gpu() -> Exception:
     ids=["memory of a GPU", "of a CPU", "shared memory", "illegal access"],
 )
 def test_an_error_in_a_step_ends_the_run_with_its_status_and_what_to_do(
-    failure: Callable[[], Exception],
-    kind: type[LinrnnError],
-    status: str,
-    cause: str,
-    remedy: str,
-    small: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    failure, kind, status, cause, remedy, small, monkeypatch, capsys
+):
     trainer = Trainer(load_config(small("model.chunk_size=128", "trainer.seq_len=300")))
     raised = failure()
 
@@ -193,7 +172,7 @@ def test_an_error_in_a_step_ends_the_run_with_its_status_and_what_to_do(
         assert error.value.__cause__ is raised, "the traceback shows the call"
 
 
-def test_two_processes_do_not_share_a_run_directory(command: Command, small: Callable[..., list[str]]) -> None:
+def test_two_processes_do_not_share_a_run_directory(command, small):
     holder = Trainer(load_config(small()))
     holder.directory.open()
     done = command("train.py", *small())
@@ -203,16 +182,14 @@ def test_two_processes_do_not_share_a_run_directory(command: Command, small: Cal
     assert holder.fit()["status"] == "finished"
 
 
-def test_a_read_only_results_directory(command: Command, small: Callable[..., list[str]]) -> None:
+def test_a_read_only_results_directory(command, small):
     done = command("train.py", *small("results_dir=/proc/nowhere"))
     assert done.returncode == 7
     assert "cannot be written" in done.stderr
     assert len(error_lines(done)) == 2
 
 
-def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(
-    command: Command, small: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(command, small, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for place, cause in (("file", "is a file"), ("file/below/it", "is a file"), ("link", "is a link to nothing")):
@@ -242,7 +219,7 @@ def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(
         assert command(f"scripts/{arguments[0]}.py", *arguments[1:], *needed).returncode == 7
 
 
-def test_a_broken_summary_is_named_by_the_report(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_broken_summary_is_named_by_the_report(small, tmp_path):
     for seed in range(2):
         Trainer(load_config(small(f"seed={seed}", "run_name=run" + str(seed)))).fit()
     group = tmp_path / "results" / "default"
@@ -260,9 +237,7 @@ def test_a_broken_summary_is_named_by_the_report(small: Callable[..., list[str]]
             Trainer(load_config(small("seed=1", "run_name=run1"))).fit()
 
 
-def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(
-    command_here: Command, small: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(command_here, small, tmp_path):
     (tmp_path / "my.txt").write_text("some text")
     own = [override for override in small("dry_run=true", "data=text", "device=cpu") if "data.n_" not in override]
     absent = (f"data.path={tmp_path}/no.txt", "init_from=nowhere", "trainer.float8=blocks")
@@ -280,7 +255,7 @@ def test_a_dry_run_says_what_is_not_on_this_machine_and_what_a_gpu_changes(
     assert not (tmp_path / "results").exists()
 
 
-def test_summary_has_every_promised_key(small: Callable[..., list[str]]) -> None:
+def test_summary_has_every_promised_key(small):
     trainer = fitted(small())
     summary = json.loads((trainer.directory.path / "summary.json").read_text())
     promised = (

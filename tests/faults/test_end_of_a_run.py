@@ -52,14 +52,7 @@ def whole(small_of_module: Small) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("number", "at_step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 4), (signal.SIGHUP, 4)])
-def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(
-    number: signal.Signals,
-    at_step: int,
-    small: Small,
-    whole: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    deadly: None,
-) -> None:
+def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(number, at_step, small, whole, monkeypatch, deadly):
     options = ("trainer.max_steps=4", "trainer.valid_every=2")
     trainer = Trainer(load_config(small(*options)))
     evaluate = trainer_module.evaluate
@@ -86,9 +79,7 @@ def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(
 
 
 @pytest.mark.parametrize("at_step", [2, 4])
-def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
-    at_step: int, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_validation_leaves_a_checkpoint(at_step, small, monkeypatch):
     evaluate = trainer_module.evaluate
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -106,9 +97,7 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
 
 
-def test_a_signal_while_the_summary_is_written_does_not_lose_it(
-    small: Small, monkeypatch: pytest.MonkeyPatch, deadly: None
-) -> None:
+def test_a_signal_while_the_summary_is_written_does_not_lose_it(small, monkeypatch, deadly):
     summarise = RunLog.summary
 
     def signalled(*arguments: Any, **options: Any) -> Any:
@@ -121,9 +110,7 @@ def test_a_signal_while_the_summary_is_written_does_not_lose_it(
     assert trainer.directory.read_summary() is not None
 
 
-def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(small, monkeypatch):
     class Killed(BaseException):
         """Stands for kill -9."""
 
@@ -141,7 +128,7 @@ def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(
 
 
 # --------------------------------------------------------------------------------------------------------- signals
-def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
+def test_a_hangup_that_is_ignored_already_stays_ignored():
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -153,7 +140,7 @@ def test_a_hangup_that_is_ignored_already_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once():
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.signal_number == signal.SIGHUP
@@ -168,7 +155,7 @@ def _in_a_terminal(terminal: Path, overrides: list[str]) -> None:
     run_script("train.py", overrides, terminal)
 
 
-def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small: Small, tmp_path: Path) -> None:
+def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small, tmp_path):
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     overrides = small("trainer.max_steps=3000", "run_name=run")
@@ -194,9 +181,7 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small: Smal
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints
-def test_a_run_without_options_writes_checkpoints_by_the_clock(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_options_writes_checkpoints_by_the_clock(small, monkeypatch, capsys):
     """Every step takes four minutes here. A kill must lose at most ten minutes, not the run."""
     assert load_config(small()).trainer.checkpoint_minutes == 10
     clock = time.monotonic
@@ -217,9 +202,7 @@ def test_a_run_without_options_writes_checkpoints_by_the_clock(
     assert not found(none.directory.checkpoints)
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(small, monkeypatch):
     size = 3 * 4 * 461_696
     usage = shutil.disk_usage
 
@@ -241,16 +224,14 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(
     assert "warning: too little for the 3 that" in (trainer.directory.path / "train.log").read_text()
 
 
-def test_the_foreseen_size_of_a_checkpoint_is_its_size(small: Small) -> None:
+def test_the_foreseen_size_of_a_checkpoint_is_its_size(small):
     trainer = fitted(small())
     [path] = found(trainer.directory.checkpoints)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     assert foreseen_bytes(trainer.model.hf, trainer.optimizer) == pytest.approx(size, rel=0.02)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(small, monkeypatch):
     """Without waiting for the next checkpoint, which may be the last."""
 
     def full(path: Path) -> None:
@@ -265,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(
 
 
 # ------------------------------------------------------------------------------------------------------ validation
-def test_a_validation_text_that_is_too_small_is_refused_before_training(small: Small, tmp_path: Path) -> None:
+def test_a_validation_text_that_is_too_small_is_refused_before_training(small, tmp_path):
     with pytest.raises(DataError, match=r"the validation text has 1 token\(s\)") as error:
         Trainer(load_config(small("data.n_valid_tokens=1")))
     assert error.value.exit_code == 3

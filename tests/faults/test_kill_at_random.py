@@ -95,7 +95,7 @@ def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: 
     return alive
 
 
-def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments(small, tmp_path):
     draw = random.Random(SEED)
     corpus = tmp_path / "corpus.txt"
     words = [f"word{i}" for i in range(200)]
@@ -127,9 +127,7 @@ def test_a_run_killed_at_random_moments(small: Callable[..., list[str]], tmp_pat
 
 
 @pytest.mark.usefixtures("quick_points")
-def test_a_sweep_killed_at_random_moments(
-    small: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_killed_at_random_moments(small, tmp_path, monkeypatch):
     """The killed sweep starts its points in new interpreters. The sweep after it, in this process, forks them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the unbroken runs
     draw = random.Random(SEED)

@@ -48,7 +48,7 @@ def _run_elsewhere(overrides: list[str], root: Path, environment: dict[str, str]
         (root / "unpickled").write_text("\n".join(unpickled))
 
 
-def test_files_secrets_and_pickles_of_a_run_that_is_continued(small: Small, tmp_path: Path) -> None:
+def test_files_secrets_and_pickles_of_a_run_that_is_continued(small, tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     environment = {name: secrets.token_hex(20) for name in VARIABLES}
@@ -74,9 +74,7 @@ def test_files_secrets_and_pickles_of_a_run_that_is_continued(small: Small, tmp_
             assert name == "WANDB_API_KEY" or name.encode() not in content, f"the environment is in {path}"
 
 
-def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(small, monkeypatch, capsys):
     secret = secrets.token_hex(20)
     monkeypatch.setenv("WANDB_API_KEY", secret)
     for override in (f"logger.wandb.entity={secret}", f"data=text data.path=https://me:{secret}@host/x"):
@@ -117,7 +115,7 @@ def finished(small: Small) -> Path:
     return trainer.directory.path
 
 
-def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small: Small, tmp_path: Path) -> None:
+def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished, small, tmp_path):
     newest = checkpoint.found(finished / "checkpoints")[-1]
     [file] = (newest / checkpoint.TENSORS).iterdir()
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
@@ -138,7 +136,7 @@ def test_a_pickle_in_a_checkpoint_s_place_is_never_opened(finished: Path, small:
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_pickle_in_a_shard_s_place_is_never_opened(small: Small, tmp_path: Path) -> None:
+def test_a_pickle_in_a_shard_s_place_is_never_opened(small, tmp_path):
     overrides = small(f"data.cache_dir={tmp_path}/data", "data.reset_at_document=true")
     directory = Trainer(load_config(overrides)).data.directory
     ends = directory / "train-00000.ends.npy"

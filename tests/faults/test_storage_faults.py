@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from linrnn.runs.metrics import read_jsonl
 from linrnn.training.checkpoint import found
 from linrnn.training.trainer import StepRecord, Trainer
 
-Small = Callable[..., list[str]]
 SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 NOT_PERMITTED = 77
 
@@ -59,7 +57,7 @@ def _fill_and_free(overrides: list[str], disk: Path, kept: Path) -> None:
         shutil.copytree(disk, kept / f"attempt{attempt}")
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small: Small, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small, tmp_path):
     options = ("trainer.max_steps=6", "trainer.checkpoint_every=1", "run_name=run")
     whole = fitted(small(*options))
     disk, kept = tmp_path / "disk", tmp_path / "kept"
@@ -85,7 +83,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_with_more_room_it_goes_on(small: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
-def test_a_log_that_cannot_be_written_stops_no_run(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_cannot_be_written_stops_no_run(small, capsys):
     trainer = Trainer(load_config(small()))
     trainer.directory.path.mkdir(parents=True)
     (trainer.directory.path / "train.log").symlink_to("/dev/full")
@@ -93,9 +91,7 @@ def test_a_log_that_cannot_be_written_stops_no_run(small: Small, capsys: pytest.
     assert capsys.readouterr().out.count("train.log is given up (No space left") == 1
 
 
-def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(small, monkeypatch):
     write = RunDirectory.write_json
 
     def full(self: RunDirectory, name: str, content: dict[str, object]) -> None:
@@ -112,7 +108,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(
 
 
 # ---------------------------------------------------------------------------------------------------------- clocks
-def test_a_run_whose_clock_jumps_is_the_same(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_clock_jumps_is_the_same(small, monkeypatch):
     options = ("trainer.max_steps=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9")
     options += ("schedule=constant", "schedule.steps=8")  # the same for another max_steps
     steady = fitted(small(*options, "group=steady"))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from linrnn.models import language_model
 from linrnn.models.tuning import progress
 from linrnn.training import evaluation
 from linrnn.training.trainer import Trainer
-
-Small = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -41,13 +38,8 @@ def waiting_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def test_a_validation_an_evaluation_samples_a_profile_and_a_breakdown(
-    small: Small,
-    command_here: Any,
-    data_cache: Path,
-    tmp_path: Path,
-    waiting_for: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    small, command_here, data_cache, tmp_path, waiting_for, monkeypatch
+):
     def slow(owner: Any, name: str, text: Callable[..., str]) -> None:
         original = getattr(owner, name)
 

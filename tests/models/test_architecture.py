@@ -28,7 +28,7 @@ def architecture(model: str, size: str, vocab_size: int = 512) -> Architecture:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(size: str) -> None:
+def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(size):
     architectures = [architecture(model, size) for model in MODELS]
     assert len({(a.num_layers, a.hidden_size, a.vocab_size, a.tie_embeddings) for a in architectures}) == 1
     bodies = [a.body_parameters for a in architectures]
@@ -37,7 +37,7 @@ def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(s
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("model", MODELS)
-def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, size: str) -> None:
+def test_formulas_count_the_parameters_of_the_built_modules_exactly(model, size):
     """Built on torch's meta device, so that the largest model needs no memory."""
     import torch
 
@@ -63,7 +63,7 @@ def test_formulas_count_the_parameters_of_the_built_modules_exactly(model: str, 
         assert layer.mlp.intermediate_size == arch.intermediate_size
 
 
-def test_sizes_are_what_they_are_called() -> None:
+def test_sizes_are_what_they_are_called():
     mve = architecture("gla", "mve")
     assert (mve.hidden_size, mve.num_layers, mve.num_heads, mve.head_k_dim, mve.head_v_dim) == (
         256,
@@ -98,13 +98,13 @@ def size_config(hidden_size: int = 128, per_d2: float = 12, **mixers: MixerDims)
         ("gated_deltanet", size_config(gated_deltanet=MixerDims(1, 49, 1)), "as a ratio"),
     ],
 )
-def test_impossible_dimensions_are_refused_with_a_remedy(model: str, size: SizeConfig, cause: str) -> None:
+def test_impossible_dimensions_are_refused_with_a_remedy(model, size, cause):
     with pytest.raises(ConfigError, match=cause) as error:
         resolve(ModelConfig(model, None), size, 512)
     assert error.value.remedy
 
 
-def test_the_page_of_sizes_holds_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_sizes_holds_the_tables_that_the_command_prints(capsys):
     runpy.run_path(str(ROOT / "scripts" / "maintain" / "parameter_table.py"))["main"]()
     printed = capsys.readouterr().out.split("\n\n")
     page = (ROOT / "docs" / "develop" / "sizes.md").read_text(encoding="utf-8")

@@ -70,7 +70,7 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("rule", CHUNKED)
 @pytest.mark.parametrize(("n_tokens", "decay"), [(1, 0.1), (64, 0.1), (100, 1.0), (96, 40.0), (70, 1e-6)])
-def test_chunked_form_equals_the_recurrence_forward_and_backward(rule: str, n_tokens: int, decay: float) -> None:
+def test_chunked_form_equals_the_recurrence_forward_and_backward(rule, n_tokens, decay):
     """fp32 errors: within four times the fp32 recurrence's, plus the rounding of the summed log-decay."""
     tensors = inputs(rule, n_tokens, decay)
     truth = output_and_gradients(STEP_BY_STEP[rule], tensors, torch.float64)
@@ -86,7 +86,7 @@ def test_chunked_form_equals_the_recurrence_forward_and_backward(rule: str, n_to
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
-def test_chunk_size_changes_no_result(rule: str) -> None:
+def test_chunk_size_changes_no_result(rule):
     tensors = inputs(rule, 100, 0.5)
     results = [output_and_gradients(CHUNKED[rule], tensors, torch.float64, chunk_size=size) for size in (16, 32, 128)]
     for several in zip(*results, strict=True):
@@ -95,7 +95,7 @@ def test_chunk_size_changes_no_result(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
-def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) -> None:
+def test_packed_documents_equal_separate_ones_forward_and_backward(rule):
     bounds = [0, 1, 40, 104, 170, 175]
     tensors = inputs(rule, bounds[-1], 0.3, batch=1)
     packed = output_and_gradients(CHUNKED[rule], tensors, torch.float64, cu_seqlens=torch.tensor(bounds))
@@ -109,7 +109,7 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule: str) ->
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
-def test_state_carries_a_sequence_on(rule: str) -> None:
+def test_state_carries_a_sequence_on(rule):
     tensors, options = inputs(rule, 90, 0.3), {"scale": 0.3, "output_final_state": True}
     whole, last = CHUNKED[rule](*tensors, **options)
     first, state = CHUNKED[rule](*(x[:, :33] for x in tensors), **options)
@@ -118,7 +118,7 @@ def test_state_carries_a_sequence_on(rule: str) -> None:
     torch.testing.assert_close(state, last, rtol=1e-10, atol=1e-12)
 
 
-def test_fla_references_agree() -> None:
+def test_fla_references_agree():
     """FLA's naive recurrences, called with its layers' arguments (raw gates, normalisation inside)."""
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
     from fla.ops.gla.naive import naive_recurrent_gla
@@ -147,7 +147,7 @@ def test_fla_references_agree() -> None:
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_convolution_equals_torchs_forward_and_backward() -> None:
+def test_convolution_equals_torchs_forward_and_backward():
     x, weight = torch.randn(2, 30, 6, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=6)).mT
@@ -158,7 +158,7 @@ def test_convolution_equals_torchs_forward_and_backward() -> None:
         torch.testing.assert_close(x_grad, y_grad)
 
 
-def test_convolution_stops_at_document_ends_and_continues_from_a_state() -> None:
+def test_convolution_stops_at_document_ends_and_continues_from_a_state():
     x, weight, bias = torch.randn(1, 20, 6), torch.randn(6, 4), torch.randn(6)
     bounds = [0, 2, 3, 12, 20]
     packed, _ = layers.causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=torch.tensor(bounds))
@@ -174,7 +174,7 @@ def test_convolution_stops_at_document_ends_and_continues_from_a_state() -> None
     torch.testing.assert_close(state, last)
 
 
-def test_norms_rotation_and_mlp_equal_their_definitions() -> None:
+def test_norms_rotation_and_mlp_equal_their_definitions():
     x, gate, residual, weight = (
         torch.randn(3, 5, 8),
         torch.randn(3, 5, 8),
@@ -195,7 +195,7 @@ def test_norms_rotation_and_mlp_equal_their_definitions() -> None:
     torch.testing.assert_close(layers.swiglu_linear(x, gate, weight[None], None), (F.silu(x) * gate) @ weight[:, None])
 
 
-def test_rotation_depends_on_distance_alone_and_restarts_in_each_document() -> None:
+def test_rotation_depends_on_distance_alone_and_restarts_in_each_document():
     angles = torch.outer(torch.arange(40.0), 10000 ** -(torch.arange(4) / 4))
     cos, sin = angles.cos(), angles.sin()
     x = torch.randn(1, 12, 2, 8)
@@ -209,7 +209,7 @@ def test_rotation_depends_on_distance_alone_and_restarts_in_each_document() -> N
     torch.testing.assert_close(packed[:, 5:], layers.rotary_embedding(x[:, 5:], cos, sin))
 
 
-def test_bf16_inputs_are_computed_in_fp32_and_returned_in_bf16() -> None:
+def test_bf16_inputs_are_computed_in_fp32_and_returned_in_bf16():
     q, k, v, g = (x.bfloat16() for x in inputs("gla", 70, 0.2))
     output, _ = mixers.chunk_gla(q, k, v, g)
     expected, _ = mixers.chunk_gla(q.float(), k.float(), v.float(), g.float())
@@ -217,13 +217,13 @@ def test_bf16_inputs_are_computed_in_fp32_and_returned_in_bf16() -> None:
     torch.testing.assert_close(output, expected.bfloat16())
 
 
-def test_every_replaced_name_exists_in_fla() -> None:
+def test_every_replaced_name_exists_in_fla():
     for (module, name), replacement in cpu_ops.replacements().items():
         assert callable(getattr(importlib.import_module(module), name)), f"{module}.{name}"
         assert callable(replacement)
 
 
-def test_install_is_idempotent_and_leaves_other_devices_to_fla() -> None:
+def test_install_is_idempotent_and_leaves_other_devices_to_fla():
     module = importlib.import_module("fla.modules.mlp")
     cpu_ops.install()
     once = module.swiglu_linear

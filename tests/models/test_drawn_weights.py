@@ -69,12 +69,12 @@ def compare(arch: Architecture) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_four_models_are_drawn_as_fla_draws_them(model: str) -> None:
+def test_the_four_models_are_drawn_as_fla_draws_them(model):
     compare(architecture(f"model={model}", "size.num_layers=40"))
 
 
 @pytest.mark.parametrize("name", sorted(fla_models()))
-def test_any_model_of_fla_is_drawn_as_fla_draws_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_model_of_fla_is_drawn_as_fla_draws_it(name, monkeypatch):
     """Logarithms of random numbers, constants, rescaled, orthogonal and zero matrices, vectors that differ by layer."""
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)  # most have no CPU form, and none runs here
     try:
@@ -85,11 +85,11 @@ def test_any_model_of_fla_is_drawn_as_fla_draws_it(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("options", [["use_short_conv=true"], ["initializer_range=0.1"]])
-def test_options_of_fla_that_change_the_initial_weights_do(options: list[str]) -> None:
+def test_options_of_fla_that_change_the_initial_weights_do(options):
     compare(architecture("model=fla", "model.config=gla", *(f"+model.options.{option}" for option in options)))
 
 
-def test_buffers_hold_what_fla_s_constructor_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_hold_what_fla_s_constructor_gives_them(monkeypatch):
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
     for name, count in (("transformer", 2), ("retnet", 2), ("mamba3", 2)):
         arch = architecture("model=fla", f"model.config={name}")
@@ -102,7 +102,7 @@ def test_buffers_hold_what_fla_s_constructor_gives_them(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9])
-def test_parts_are_cut_like_torch_chunk(rows: int) -> None:
+def test_parts_are_cut_like_torch_chunk(rows):
     whole = torch.arange(2 * rows).view(rows, 2)
     chunks = [*torch.chunk(whole, 4), *[whole[:0]] * 4][:4]
     assert all(torch.equal(Part(index, 4).of(whole), chunk) for index, chunk in enumerate(chunks))

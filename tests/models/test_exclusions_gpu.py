@@ -83,7 +83,7 @@ def distance(case: Case) -> float:
     return max(((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs)
 
 
-def test_all_but_the_excluded_configurations_agree() -> None:
+def test_all_but_the_excluded_configurations_agree():
     wrong, context = [], multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(AT_ONCE, mp_context=context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(distance, case) for case in CASES]

@@ -10,7 +10,7 @@ from linrnn.models.architecture import resolve
 V, N_SEQUENCES, LENGTH = 32000, 8, 256
 
 
-def test_the_first_token_of_a_sequence_dominates_the_gradient_of_gla_s_gated_norm() -> None:
+def test_the_first_token_of_a_sequence_dominates_the_gradient_of_gla_s_gated_norm():
     """The first token's output is (q k) v. Where q k is almost 0, the norm that follows divides by almost 0."""
     config = load_config(["model=gla", "size=mve", "data=markov", f"data.vocab_size={V}", "device=cpu"])
     model = build_model(resolve(config.model, config.size, V), device="cpu", seed=0)

@@ -5,7 +5,7 @@ import math
 import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from linrnn.models.support import CRASH_WITH_NARROW_HEADS
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = ("delta_net", "hgrn2", "linear_attn", "retnet")
 
@@ -44,7 +43,7 @@ def architecture(name: str, *more: str) -> FlaArchitecture:
 
 # ------------------------------------------------------------------------------------------------- names and options
 @pytest.mark.parametrize("written", ["delta_net", "DeltaNet", "delta-net", "deltanet"])
-def test_a_name_is_found_however_it_is_written(written: str) -> None:
+def test_a_name_is_found_however_it_is_written(written):
     assert load_config(["model=fla", f"model.config={written}"]).model.config == "delta_net"
 
 
@@ -62,19 +61,19 @@ def test_a_name_is_found_however_it_is_written(written: str) -> None:
         (["model.config=gsa", "model.attention_window=3"], "no attention with a window", "attention_every"),
     ],
 )
-def test_what_fla_does_not_have_is_refused_with_a_remedy(overrides: list[str], cause: str, remedy: str) -> None:
+def test_what_fla_does_not_have_is_refused_with_a_remedy(overrides, cause, remedy):
     with pytest.raises((ConfigError, UnsupportedError), match=cause) as error:
         architecture(*[overrides[0].removeprefix("model.config="), *overrides[1:]])
     assert remedy in error.value.remedy
 
 
-def test_the_matched_models_refuse_hybrids_and_name_the_way() -> None:
+def test_the_matched_models_refuse_hybrids_and_name_the_way():
     with pytest.raises(ConfigError, match=r"model\.attention_every") as error:
         load_config(["model=gla", "model.attention_every=2"])
     assert "model=fla" in error.value.remedy
 
 
-def test_name_and_options_are_part_of_a_run_s_name_and_identity(tmp_path: Path) -> None:
+def test_name_and_options_are_part_of_a_run_s_name_and_identity(tmp_path):
     config = load_config(["model=fla", "model.config=gsa", "model.options.num_slots=8", "model.attention_every=2"])
     assert run_name(config) == "fla-smoke-cce_kahan-gsa-num_slots_8-attention_every_2-s0"
     keys = {"model.config": "gsa", "model.options.num_slots": 8, "model.attention_every": 2}
@@ -84,7 +83,7 @@ def test_name_and_options_are_part_of_a_run_s_name_and_identity(tmp_path: Path) 
     assert read_config(tmp_path / "config.yaml") == config
 
 
-def test_a_config_json_is_read_once_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+def test_a_config_json_is_read_once_and_the_command_line_goes_before_it(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "gsa", "hidden_size": 64, "num_slots": 8, "dtype": "float32"}))
     config = load_config(["model=fla", f"model.config={path}", "model.options.num_slots=4"])
@@ -94,7 +93,7 @@ def test_a_config_json_is_read_once_and_the_command_line_goes_before_it(tmp_path
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
-def test_nearly_all_of_fla_s_models_are_counted_and_every_other_is_refused_with_a_reason() -> None:
+def test_nearly_all_of_fla_s_models_are_counted_and_every_other_is_refused_with_a_reason():
     counted, refused = set(), {}
     for name in fla_models():
         try:
@@ -110,7 +109,7 @@ def test_nearly_all_of_fla_s_models_are_counted_and_every_other_is_refused_with_
 
 
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
-def test_a_matched_model_has_the_same_parameters_and_flops_through_fla(model: str) -> None:
+def test_a_matched_model_has_the_same_parameters_and_flops_through_fla(model):
     config = load_config([f"model={model}"])
     matched = resolve(config.model, config.size, 512)
     arch = architecture(model, f"model.options.intermediate_size={matched.intermediate_size}")
@@ -119,7 +118,7 @@ def test_a_matched_model_has_the_same_parameters_and_flops_through_fla(model: st
     assert costs.model_flops_6n(arch, 3, 256) == costs.model_flops_6n(matched, 3, 256)
 
 
-def test_what_has_no_formula_is_unknown() -> None:
+def test_what_has_no_formula_is_unknown():
     config = load_config(["parallel=fsdp"])
     for name in ("gla", "rwkv7"):  # not even a matched model's memory is taken over: options may change it
         arch = architecture(name)
@@ -168,9 +167,7 @@ def step_of_delta_product(fla: Any, state: Tensor, key: Tensor, value: Tensor) -
         ),
     ],
 )
-def test_the_flops_of_a_recurrence_are_those_of_its_definition(
-    name: str, step: Callable[..., None], sizes: Callable[[Any], tuple[int, int, int]]
-) -> None:
+def test_the_flops_of_a_recurrence_are_those_of_its_definition(name, step, sizes):
     """One token through the recurrence as the paper writes it, counted by PyTorch."""
     arch = architecture(name)
     fla = build_hf(name, arch.settings, "meta").config
@@ -187,7 +184,7 @@ def test_the_flops_of_a_recurrence_are_those_of_its_definition(
     assert 0.9 < linears / arch.body_parameters <= 1, "all large matrices are linear layers"
 
 
-def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
+def test_a_hybrid_s_attention_layers_count_as_attention():
     """Two layers of attention are the Transformer's scan; a window leaves out what it does not see."""
     transformer = load_config(["model=transformer"])
     arch = resolve(transformer.model, transformer.size, 512)
@@ -216,12 +213,12 @@ def test_a_hybrid_s_attention_layers_count_as_attention() -> None:
     ("key", "value"),
     [("hidden_size", "0"), ("hidden_size", "true"), ("num_hidden_layers", "abc"), ("vocab_size", "2.5")],
 )
-def test_a_size_that_is_no_positive_whole_number_is_refused(key: str, value: str) -> None:
+def test_a_size_that_is_no_positive_whole_number_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"model.options.{key}=.* is no whole number of 1 or more"):
         architecture("delta_net", f"model.options.{key}={value}", "model.attention_every=2")
 
 
-def test_a_window_hides_earlier_keys() -> None:
+def test_a_window_hides_earlier_keys():
     q, k, v = (torch.randn(2, 9, 3, 8) for _ in range(3))
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(8)
     age = torch.arange(9)[:, None] - torch.arange(9)
@@ -232,7 +229,7 @@ def test_a_window_hides_earlier_keys() -> None:
     torch.testing.assert_close(last, expected[:, -1:])
 
 
-def test_fla_s_own_attention_stays_as_it_is() -> None:
+def test_fla_s_own_attention_stays_as_it_is():
     from fla.layers import attn
 
     before = attn.__dict__.get("flash_attn_func"), attn.Attention.forward
@@ -246,7 +243,7 @@ def test_fla_s_own_attention_stays_as_it_is() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- running
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_cpu_form_is_causal_and_keeps_documents_apart(name: str) -> None:
+def test_a_cpu_form_is_causal_and_keeps_documents_apart(name):
     network = build_model(architecture(name), device="cpu", seed=0).eval()
     assert sum(p.numel() for p in network.parameters()) == network.arch.n_parameters
     ids = torch.randint(0, 512, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -262,7 +259,7 @@ def test_a_cpu_form_is_causal_and_keeps_documents_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "op"), [("retention", "chunk_retention"), ("delta_rule", "chunk_delta_rule")])
-def test_a_cpu_form_equals_fla_s_own_naive_one(name: str, op: str) -> None:
+def test_a_cpu_form_equals_fla_s_own_naive_one(name, op):
     from linrnn.models.cpu_ops import mixers
     from linrnn.models.fla_import import import_fla
 
@@ -290,7 +287,7 @@ def test_a_cpu_form_equals_fla_s_own_naive_one(name: str, op: str) -> None:
     ],
     ids=lambda more: more[0],
 )
-def test_a_model_trains_and_is_loaded_from_its_checkpoint(more: list[str], small: Small) -> None:
+def test_a_model_trains_and_is_loaded_from_its_checkpoint(more, small):
     trainer = Trainer(load_config(small("model=fla", "trainer.max_steps=2", "trainer.checkpoint_every=2", *more)))
     summary = trainer.fit()
     assert summary["status"] == "finished"
@@ -302,7 +299,7 @@ def test_a_model_trains_and_is_loaded_from_its_checkpoint(more: list[str], small
         torch.testing.assert_close(value, expected[key])
 
 
-def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small: Small, tmp_path: Path) -> None:
+def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small, tmp_path):
     from linrnn.inference.export import export
 
     overrides = small("model=fla", "model.config=hgrn2", "trainer.max_steps=1", "trainer.checkpoint_every=1")
@@ -318,7 +315,7 @@ def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small
 
 
 @pytest.mark.parametrize("name", CRASH_WITH_NARROW_HEADS)
-def test_narrow_heads_that_crash_on_hopper_are_refused_there_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_heads_that_crash_on_hopper_are_refused_there_alone(name, monkeypatch):
     def check(capability: int, *more: str) -> None:
         config = load_config(["model=fla", f"model.config={name}", *more])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
@@ -335,13 +332,13 @@ def test_narrow_heads_that_crash_on_hopper_are_refused_there_alone(name: str, mo
 @pytest.mark.parametrize(
     ("name", "cause"), [("mom", "adds a loss of its own"), ("yoco", "is not an embedding"), ("rodimus", "cannot build")]
 )
-def test_what_fla_cannot_build_anywhere_is_not_sent_to_a_gpu(name: str, cause: str, small: Small) -> None:
+def test_what_fla_cannot_build_anywhere_is_not_sent_to_a_gpu(name, cause, small):
     with pytest.raises((ConfigError, UnsupportedError), match=cause) as error:
         make_training_plan(load_config(small("model=fla", f"model.config={name}")))
     assert "GPU" not in error.value.remedy
 
 
-def test_the_name_of_a_model_of_fla_s_leads_to_it() -> None:
+def test_the_name_of_a_model_of_fla_s_leads_to_it():
     with pytest.raises(ConfigError, match=r"FLA has it: model=fla model\.config=rwkv7; nearest: "):
         load_config(["model=RWKV-7"])
     with pytest.raises(ConfigError) as error:
@@ -352,7 +349,7 @@ def test_the_name_of_a_model_of_fla_s_leads_to_it() -> None:
         check_supported(config.model, torch.device("cpu"))
 
 
-def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:
+def test_a_model_without_a_cpu_form_is_refused_on_a_cpu():
     config = load_config(["model=fla", "model.config=mamba2"])
     with pytest.raises(UnsupportedError, match="mamba2 has no CPU form") as error:
         check_supported(config.model, torch.device("cpu"))
@@ -360,9 +357,7 @@ def test_a_model_without_a_cpu_form_is_refused_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("raised", ["by FLA", "elsewhere"])
-def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(
-    raised: str, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(raised, small, monkeypatch):
     from fla.ops.moba import parallel
 
     monkeypatch.setattr(parallel, "flash_attn_varlen_func", None)
@@ -387,7 +382,7 @@ def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel runs on a GPU")
-def test_an_option_that_needs_a_kernel_is_refused_on_a_cpu_with_that_reason(small: Small) -> None:
+def test_an_option_that_needs_a_kernel_is_refused_on_a_cpu_with_that_reason(small):
     trainer = Trainer(load_config(small("model=fla", "model.config=gla", "model.options.fuse_norm=false")))
     with pytest.raises(UnsupportedError, match="needs a Triton kernel, and there is no GPU here") as error:
         trainer.fit()
@@ -410,7 +405,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     FACTS.update(usual)
 
 
-def test_the_diff_of_the_page_adds_a_model_that_trains(added: str, small: Small) -> None:
+def test_the_diff_of_the_page_adds_a_model_that_trains(added, small):
     trainer = Trainer(load_config(small("trainer.max_steps=2", f"model={added}")))
     assert trainer.fit()["status"] == "finished"
     arch = trainer.model.arch
@@ -420,7 +415,7 @@ def test_the_diff_of_the_page_adds_a_model_that_trains(added: str, small: Small)
 
 
 @pytest.mark.parametrize("size", ["smoke", "1b3"])
-def test_the_added_model_has_as_many_parameters_as_gla(added: str, size: str) -> None:
+def test_the_added_model_has_as_many_parameters_as_gla(added, size):
     found, gla = (
         resolve(config.model, config.size, 32000)
         for config in (load_config([f"model={name}", f"size={size}"]) for name in (added, "gla"))

@@ -21,7 +21,7 @@ print(hasattr(fla.layers, "no_such_layer"), len(fla.ops.__all__) > 50)
 """
 
 
-def test_one_model_is_imported_and_the_others_when_they_are_named() -> None:
+def test_one_model_is_imported_and_the_others_when_they_are_named():
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True)
     assert "torchao" not in done.stderr, "transformers imports it, and no float8 was asked for"
     assert "Enum subclass" not in done.stderr, "so warns torch 2.13 of torchao"
@@ -44,6 +44,6 @@ print(torch.compile is compile, "torch._inductor.compile_fx" in sys.modules and 
 """
 
 
-def test_a_model_on_a_cpu_does_not_wait_for_torch_s_compiler() -> None:
+def test_a_model_on_a_cpu_does_not_wait_for_torch_s_compiler():
     done = subprocess.run([sys.executable, "-c", ON_A_CPU], capture_output=True, text=True, check=True)
     assert done.stdout == "True False\n"

@@ -66,7 +66,7 @@ def gradients(model: LanguageModel, ids: Tensor, **options: Any) -> dict[str, Te
 # ------------------------------------------------------------------------------------------ what they compute
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("length", [5, 64, 90])
-def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length: int) -> None:
+def test_every_parameter_gets_a_finite_gradient_at_any_length(model, length):
     network = build(model)
     ids = tokens(2, length)
     assert network(ids).shape == (2, length, 64)
@@ -76,7 +76,7 @@ def test_every_parameter_gets_a_finite_gradient_at_any_length(model: str, length
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_token_changes_no_hidden_state_before_it(model: str) -> None:
+def test_a_token_changes_no_hidden_state_before_it(model):
     network = build(model)
     ids = tokens(1, 80)
     changed = ids.clone()
@@ -87,7 +87,7 @@ def test_a_token_changes_no_hidden_state_before_it(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_packed_documents_equal_separate_ones(model: str) -> None:
+def test_packed_documents_equal_separate_ones(model):
     """Two rows of 70 with document ends inside. Hidden states and gradients equal those of separate documents."""
     network = build(model)
     ids = tokens(2, 70)
@@ -106,7 +106,7 @@ def test_packed_documents_equal_separate_ones(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(model: str) -> None:
+def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(model):
     """In evaluation, FLA's layers use other kernels at 64 tokens or fewer."""
     network = build(model)
     for length in (20, 90):
@@ -119,11 +119,11 @@ def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
+def test_generation_with_a_cache_follows_the_full_forward_pass(model):
     check_cache(build(model).hf.eval(), tokens(1, 20))
 
 
-def test_the_transformer_equals_transformers_llama_with_the_same_weights() -> None:
+def test_the_transformer_equals_transformers_llama_with_the_same_weights():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     network = build("transformer")
@@ -159,7 +159,7 @@ def test_the_transformer_equals_transformers_llama_with_the_same_weights() -> No
 
 # ----------------------------------------------------------------------------------------- how they are built
 @pytest.mark.parametrize("model", MODELS)
-def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model: str) -> None:
+def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -172,7 +172,7 @@ def test_a_seed_decides_the_weights_and_leaves_the_generator_alone(model: str) -
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_parts_hold_every_parameter_once_and_the_formulas_count_them(model: str, tied: bool) -> None:
+def test_parts_hold_every_parameter_once_and_the_formulas_count_them(model, tied):
     network = build(model, tie_embeddings=tied)
     arch = network.arch
     parts = {
@@ -194,7 +194,7 @@ def test_parts_hold_every_parameter_once_and_the_formulas_count_them(model: str,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bf16_parameters_keep_decay_rates_in_fp32_and_still_train(model: str) -> None:
+def test_bf16_parameters_keep_decay_rates_in_fp32_and_still_train(model):
     network = build(model, dtype=torch.bfloat16)
     for name, parameter in network.named_parameters():
         assert parameter.dtype == (torch.float32 if name.endswith(("A_log", "dt_bias")) else torch.bfloat16)
@@ -210,7 +210,7 @@ def test_bf16_parameters_keep_decay_rates_in_fp32_and_still_train(model: str) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bf16_autocast_runs_and_stays_near_fp32(model: str) -> None:
+def test_bf16_autocast_runs_and_stays_near_fp32(model):
     network, ids = build(model), tokens(2, 70)
     exact = loss_of(network, ids)
     with torch.autocast("cpu", torch.bfloat16):
@@ -220,7 +220,7 @@ def test_bf16_autocast_runs_and_stays_near_fp32(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_checkpointed_activations_give_the_same_gradients(model: str) -> None:
+def test_checkpointed_activations_give_the_same_gradients(model):
     network, ids = build(model), tokens(2, 70)
     kept = gradients(network, ids)
     for mode in ("full", "selective"):
@@ -239,7 +239,7 @@ class Products(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_selective_checkpointing_computes_no_linear_layer_again() -> None:
+def test_selective_checkpointing_computes_no_linear_layer_again():
     network, ids = build("gla"), tokens(2, 90)
 
     def products(mode: str) -> int:
@@ -254,9 +254,7 @@ def test_selective_checkpointing_computes_no_linear_layer_again() -> None:
 
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "none"), ("blocks", "full"), ("model", "none")])
-def test_compiled_models_give_the_same_gradients(
-    mode: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_models_give_the_same_gradients(mode, checkpointing, monkeypatch):
     """With Dynamo only (no C++ compiler needed), around a kernel with a chunk size set."""
     network, ids = build("kda", chunk_size=32), tokens(2, 70)
     eager = gradients(network, ids)
@@ -271,9 +269,7 @@ CHUNKED = {name: facts.chunks for name, facts in FACTS.items() if facts.chunks}
 
 
 @pytest.mark.parametrize(("model", "size"), [(name, size) for name in CHUNKED for size in CHUNKED[name].sizes])
-def test_chunk_size_reaches_the_kernel_and_changes_no_result(
-    model: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_size_reaches_the_kernel_and_changes_no_result(model, size, monkeypatch):
     from linrnn.models.cpu_ops.mixers import ChunkGrid
 
     seen = []
@@ -285,7 +281,7 @@ def test_chunk_size_reaches_the_kernel_and_changes_no_result(
     assert seen == [size] * 2 + [None] * 2
 
 
-def test_models_of_other_chunk_sizes_leave_fla_as_it_is() -> None:
+def test_models_of_other_chunk_sizes_leave_fla_as_it_is():
     """Each layer has a forward of its own."""
     fla = import_fla("fla.layers.kda")
     before, forward = dict(vars(fla)), fla.KimiDeltaAttention.forward
@@ -296,7 +292,7 @@ def test_models_of_other_chunk_sizes_leave_fla_as_it_is() -> None:
     assert "forward" not in vars(usual.mixers[0])
 
 
-def test_a_chunk_size_without_effect_is_refused() -> None:
+def test_a_chunk_size_without_effect_is_refused():
     with pytest.raises(ConfigError, match="no effect on 64 tokens"):
         build("gla", chunk_size=128)(tokens(1, 64))
 
@@ -304,7 +300,7 @@ def test_a_chunk_size_without_effect_is_refused() -> None:
 # -------------------------------------------------------------------------------------------- saving, loading
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_save_pretrained_and_from_pretrained_keep_the_logits(model: str, tied: bool, tmp_path: Path) -> None:
+def test_save_pretrained_and_from_pretrained_keep_the_logits(model, tied, tmp_path):
     network = build(model, tie_embeddings=tied)
     network.hf.save_pretrained(tmp_path)
     ids = tokens(1, 70)
@@ -323,7 +319,7 @@ def saved(model: str, directory: Path, **size: Any) -> Path:
     return directory
 
 
-def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit(tmp_path: Path) -> None:
+def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit(tmp_path):
     source = saved("gla", tmp_path / "gla", hidden_size=32, layer_parameters_per_d2=20, tie_embeddings=False)
     with pytest.raises(ConfigError) as error:
         load_weights(build("gla"), source, "here")
@@ -340,7 +336,7 @@ def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit
         load_weights(build("kda"), source, "here")
 
 
-def test_other_settings_and_a_missing_directory_are_refused(tmp_path: Path) -> None:
+def test_other_settings_and_a_missing_directory_are_refused(tmp_path):
     network = build("transformer")
     with pytest.raises(DataError, match="no such directory"):
         find_pretrained(str(tmp_path / "nothing here"))
@@ -365,14 +361,14 @@ def test_other_settings_and_a_missing_directory_are_refused(tmp_path: Path) -> N
         ("kda", 128, "not one that FLA's kda kernel takes"),
     ],
 )
-def test_impossible_choices_are_refused(model: str, chunk_size: int | None, cause: str) -> None:
+def test_impossible_choices_are_refused(model, chunk_size, cause):
     with pytest.raises(ConfigError, match=cause):
         check_supported(ModelConfig(model, chunk_size), CPU)
     for name in MODELS:
         check_supported(ModelConfig(name, None), CPU)
 
 
-def test_a_gpu_that_is_not_there_and_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_and_other_devices_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="sees no GPU"):
         check_supported(ModelConfig("gla", None), torch.device("cuda"))
@@ -380,7 +376,7 @@ def test_a_gpu_that_is_not_there_and_other_devices_are_refused(monkeypatch: pyte
         check_supported(ModelConfig("gla", None), torch.device("mps"))
 
 
-def test_fla_missing_or_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_missing_or_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(support, "FLA_VERSION", "0.5.9")
     with pytest.raises(UnsupportedError, match="linrnn calls into"):
         check_supported(ModelConfig("gla", None), CPU)
@@ -398,8 +394,8 @@ def test_fla_missing_or_of_another_version_is_refused(monkeypatch: pytest.Monkey
     [("3.6.0", 9, True), ("3.7.1", 9, False), ("3.6.0", 8, False)],
 )
 def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wrongly(
-    triton: str, capability: int, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    triton, capability, refused, monkeypatch
+):
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: triton if name == "triton" else version(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -424,7 +420,7 @@ def skip_unless_supported(model: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("model", MODELS)
-def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
+def test_the_gpu_kernels_agree_with_the_cpu_versions(model):
     """Gradients of FLA's kernels against those of cpu_ops, packed or not."""
     skip_unless_supported(model)
     ids, bounds = tokens(2, 130), torch.tensor([0, 100, 130, 140, 260])
@@ -440,7 +436,7 @@ def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize(("model", "size"), [("gla", 64), ("gla", 128), ("kda", 32)])
-def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
+def test_chunk_sizes_agree_on_the_gpu(model, size):
     ids = tokens(2, 520).cuda()
     usual = gradients(build_model(architecture(model), device="cuda", seed=0), ids)
     sized = gradients(build_model(architecture(model, chunk_size=size), device="cuda", seed=0), ids)
@@ -453,7 +449,7 @@ def test_chunk_sizes_agree_on_the_gpu(model: str, size: int) -> None:
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("model", MODELS)
-def test_checkpointed_activations_give_the_same_gradients_on_the_gpu(model: str, mode: str) -> None:
+def test_checkpointed_activations_give_the_same_gradients_on_the_gpu(model, mode):
     skip_unless_supported(model)
     network, ids = build_model(architecture(model), device="cuda", seed=0), tokens(2, 130).cuda()
     kept = gradients(network, ids)

@@ -33,7 +33,7 @@ def measured(model: str, size: str, device: str) -> Agreement:
 @pytest.mark.parametrize(
     ("device", "model", "size"), [*ON_CPU, *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU)]
 )
-def test_a_recurrence_in_bf16_is_that_of_plain_torch_in_fp32(device: str, model: str, size: str) -> None:
+def test_a_recurrence_in_bf16_is_that_of_plain_torch_in_fp32(device, model, size):
     try:
         found = measured(model, size, device)
     except UnsupportedError as error:
@@ -44,7 +44,7 @@ def test_a_recurrence_in_bf16_is_that_of_plain_torch_in_fp32(device: str, model:
     assert device == "cuda" or all(error > 1e-4 for error in found.errors.values()), "bf16 and fp32 were compared"
 
 
-def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_found(monkeypatch):
     right, passes = recurrence.outputs_and_gradients, []
 
     def wrong_at_first(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_plain_torch_runs_on_the_device_of_its_inputs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_runs_on_the_device_of_its_inputs(model, monkeypatch):
     right = recurrence.outputs_and_gradients
 
     def with_another_default(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -77,11 +77,11 @@ def test_plain_torch_runs_on_the_device_of_its_inputs(model: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("model", ["model=gla model.chunk_size=128", "model=fla model.config=linear_attn"])
-def test_other_chunks_and_models_without_flops_are_compared_too(model: str) -> None:
+def test_other_chunks_and_models_without_flops_are_compared_too(model):
     assert measured(model, "smoke", "cpu").holds
 
 
 @pytest.mark.parametrize("model", ["model=transformer", "model=fla model.config=delta_net model.attention_every=1"])
-def test_attention_is_refused(model: str) -> None:
+def test_attention_is_refused(model):
     with pytest.raises(UnsupportedError, match="calls no recurrence that has a plain-torch form"):
         measured(model, "smoke", "cpu")

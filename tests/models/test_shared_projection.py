@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import fla_model
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 MODELS = SHARING
 CPU = torch.device("cpu")
 RANK = 32
@@ -66,7 +64,7 @@ def counted(network: LanguageModel) -> Counter[str]:
 
 # ------------------------------------------------------------------------------------------ what they compute
 @pytest.mark.parametrize("model", MODELS)
-def test_hidden_states_and_gradients_are_those_of_full_projections_that_are_the_product(model: str) -> None:
+def test_hidden_states_and_gradients_are_those_of_full_projections_that_are_the_product(model):
     """FLA's own model gets W_q W_down and so on as its projections, at lengths of the short and the long kernel."""
     network = build(model)
     full = build_model(dataclasses.replace(network.arch, shared_projection_rank=None), device="cpu", seed=1)
@@ -94,7 +92,7 @@ def test_hidden_states_and_gradients_are_those_of_full_projections_that_are_the_
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_projection_down_is_one_product_for_each_call_of_a_mixer(model: str) -> None:
+def test_the_projection_down_is_one_product_for_each_call_of_a_mixer(model):
     network = build(model)
     layers, calls = network.arch.num_layers, counted(network)
     gradients(network, tokens(2, 70))
@@ -108,7 +106,7 @@ def test_the_projection_down_is_one_product_for_each_call_of_a_mixer(model: str)
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("model", MODELS)
-def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(model: str, mode: str) -> None:
+def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(model, mode):
     network, ids = build(model), tokens(2, 70)
     kept = gradients(network, ids)
     network.set_activation_checkpointing(mode)
@@ -121,9 +119,7 @@ def test_checkpointed_activations_give_the_same_gradients_bit_for_bit(model: str
 
 @pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "full"), ("model", "none")])
 @pytest.mark.parametrize("model", MODELS)
-def test_compiled_models_give_the_same_gradients_and_compile_once(
-    model: str, mode: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_models_give_the_same_gradients_and_compile_once(model, mode, checkpointing, monkeypatch):
     """With Dynamo only (no C++ compiler needed). Attention's graphs break, so FLA's forward resumes within a call."""
     network, ids = build(model), tokens(2, 70)
     eager = gradients(network, ids)
@@ -146,16 +142,14 @@ def test_compiled_models_give_the_same_gradients_and_compile_once(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_generation_with_a_cache_follows_the_full_forward_pass(model: str) -> None:
+def test_generation_with_a_cache_follows_the_full_forward_pass(model):
     check_cache(build(model).hf.eval(), tokens(1, 20))
 
 
 # ----------------------------------------------------------------------------------------- how they are built
 @pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("1b3", 1024)])
 @pytest.mark.parametrize("model", MODELS)
-def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matched(
-    model: str, size: str, rank: int
-) -> None:
+def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matched(model, size, rank):
     arch, full = (architecture(model, r, f"size={size}") for r in (rank, None))
     assert arch.mixer_parameters < full.mixer_parameters
     assert arch.intermediate_size > full.intermediate_size
@@ -168,7 +162,7 @@ def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matc
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(model: str) -> None:
+def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(model):
     network = build(model)
     names = [name for name in network.hf.state_dict() if ".layers.0." in name]
     shared = {f"model.layers.0.attn.qkv.{one}.weight" for one in ("down", "q", "k", "v")}
@@ -182,14 +176,14 @@ def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(mode
 
 
 # --------------------------------------------------------------------------------------------------- as a run
-def test_a_run_s_name_and_label_hold_the_rank() -> None:
+def test_a_run_s_name_and_label_hold_the_rank():
     assert run_name(configured("gla")) == "gla-smoke-cce_kahan-r32-s0"
     assert run_name(configured("gla", None)) == "gla-smoke-cce_kahan-s0"
     assert configured("gla").model.label == "gla shared_projection_rank=32"
     assert configured("gla", None).model.label == "gla"
 
 
-def test_a_run_generates_and_is_read_but_is_not_exported(small: Small, command_here: Callable, tmp_path: Path) -> None:
+def test_a_run_generates_and_is_read_but_is_not_exported(small, command_here, tmp_path):
     trainer = fitted(small("model=gla", f"model.shared_projection_rank={RANK}"))
     run = load_trained(str(trainer.directory.path), CPU)
     ids = torch.randint(0, 512, (1, 20))
@@ -218,20 +212,20 @@ def test_a_run_generates_and_is_read_but_is_not_exported(small: Small, command_h
         (128, "not below the width of 128", "use 32 or another multiple of 8"),
     ],
 )
-def test_ranks_that_fit_no_matrix_unit_or_are_not_low_are_refused(rank: int, cause: str, remedy: str) -> None:
+def test_ranks_that_fit_no_matrix_unit_or_are_not_low_are_refused(rank, cause, remedy):
     with pytest.raises(ConfigError, match=cause) as error:
         architecture("gla", rank)
     assert remedy in error.value.remedy
 
 
 @pytest.mark.parametrize("model", [["model=kda"], ["model=gated_deltanet"], ["model=fla", "model.config=gla"]])
-def test_other_models_refuse_the_option_and_name_those_that_have_it(model: list[str]) -> None:
+def test_other_models_refuse_the_option_and_name_those_that_have_it(model):
     with pytest.raises(ConfigError, match=r"model\.shared_projection_rank: there is no such key") as error:
         load_config([*model, "model.shared_projection_rank=32"])
     assert "it is an option of model=gla, model=transformer" in error.value.remedy
 
 
-def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, tmp_path: Path) -> None:
+def test_weights_of_full_projections_are_no_start_for_shared_ones(small, tmp_path):
     full = fitted(small("model=gla"))
     full.model.hf.save_pretrained(tmp_path / "full")
     with pytest.raises(ConfigError, match="FLA's format has no shared projections"):
@@ -246,7 +240,7 @@ def test_weights_of_full_projections_are_no_start_for_shared_ones(small: Small, 
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("compiled", ["none", "blocks"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_gpu_kernels_agree_with_the_cpu_versions(model: str, compiled: str) -> None:
+def test_the_gpu_kernels_agree_with_the_cpu_versions(model, compiled):
     ids = tokens(2, 130)
     on_gpu = build(model).to("cuda")
     on_gpu.set_compile(compiled)

@@ -83,7 +83,7 @@ def _a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------------- the table
-def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_comes_back_as_it_was_written(tmp_path):
     written = replace(table(), versions={**VERSIONS, "triton": "3.6.1"})
     written = written.with_choices({KERNEL: {"B=1 D=64 bfloat16": LARGE}, "a:b": {"": SMALL}})
     assert written.write(tmp_path) == table_path("a GPU", "3.6.0", tmp_path) == tmp_path / "a_gpu-triton_3.6.json"
@@ -93,9 +93,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_table("a GPU", "3.7.0", tmp_path) is None
 
 
-def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(tmp_path, monkeypatch):
     replace(table(), gpu="H100", capability="9.0").write(tmp_path)
     replace(table(), gpu="B200", capability="10.0").write(tmp_path)
     replace(table(), gpu="L4").write(tmp_path)
@@ -115,13 +113,13 @@ def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"gpu": "a GPU"}', '{"gpu": 1, "triton": 1, "flash-linear-attention": 1, "kernels": 1}']
 )
-def test_a_damaged_table_is_named(tmp_path: Path, text: str) -> None:
+def test_a_damaged_table_is_named(tmp_path, text):
     table_path("a GPU", "3.6.0", tmp_path).write_text(text)
     with pytest.raises(DataError, match=r"a_gpu-triton_3\.6\.json"):
         read_tables("a GPU", "9.0", "3.6.0", tmp_path)
 
 
-def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
+def test_the_nearest_batch_counts_where_the_same_is_not_stored():
     keys = {f"B={batch} D=64 NB=1": str(batch) for batch in (1, 4, 32)}
     stored = Table("a GPU", VERSIONS, {KERNEL: keys})
     found = {batch: stored.find(KERNEL, f"B={batch} D=64 NB=1") for batch in (1, 2, 3, 11, 12, 4096)}
@@ -139,7 +137,7 @@ def test_the_nearest_batch_counts_where_the_same_is_not_stored() -> None:
     assert stored.find(KERNEL, "B=3 D=64 NB=1", near=False) is None
 
 
-def test_stored_tables_fit_the_installed_fla() -> None:
+def test_stored_tables_fit_the_installed_fla():
     for path in sorted(TABLES.glob("*.json")):
         stored = read_file(path)
         assert table_path(stored.gpu, stored.versions["triton"]) == path
@@ -153,7 +151,7 @@ def test_stored_tables_fit_the_installed_fla() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- choices
-def test_a_stored_choice_is_used_without_measuring() -> None:
+def test_a_stored_choice_is_used_without_measuring():
     tuned = tuner()
     tuning.use("stored", table())
     assert call(tuned) == call(tuned) == [16]
@@ -164,7 +162,7 @@ def test_a_stored_choice_is_used_without_measuring() -> None:
     assert (tuning.remark() or "").endswith("1 stored, 0 stored for another batch, none tuned here")
 
 
-def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch):
     own = Table("a GPU", VERSIONS, {"another:kernel": {KEY: LARGE}})
     other = replace(table(), versions={**VERSIONS, "triton": "0.1"})
     monkeypatch.setattr(choices, "stored_tables", lambda: [own, other])
@@ -177,7 +175,7 @@ def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch: pyt
     assert "0.1" not in (tuning.remark() or "")
 
 
-def test_a_choice_for_another_batch_is_used_and_counted() -> None:
+def test_a_choice_for_another_batch_is_used_and_counted():
     tuned = tuner()
     tuning.use("stored", table())
     assert call(tuned, batch=12) == [16]
@@ -188,7 +186,7 @@ def test_a_choice_for_another_batch_is_used_and_counted() -> None:
     assert call(tuned, batch=12)[-1] == 32
 
 
-def test_what_is_not_stored_is_tuned_and_named() -> None:
+def test_what_is_not_stored_is_tuned_and_named():
     tuned = tuner()
     tuning.use("stored", table())
     assert call(tuned, width=128) == [16, 32, 32]
@@ -201,7 +199,7 @@ def test_what_is_not_stored_is_tuned_and_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [Autotuner, import_fla("fla.ops.utils.cache").CachedAutotuner])
-def test_first_runs_what_is_not_stored_in_its_first_configuration_and_counts_it(kind: Callable[..., Any]) -> None:
+def test_first_runs_what_is_not_stored_in_its_first_configuration_and_counts_it(kind):
     tuned = tuner(kind)
     tuning.use("first", Table("a GPU", VERSIONS, {KERNEL: {KEY: LARGE}}))
     assert call(tuned) == [32], "a stored choice comes first"
@@ -218,7 +216,7 @@ def test_first_runs_what_is_not_stored_in_its_first_configuration_and_counts_it(
     assert call(tuned, width=128)[-1] == 32, "a later run tunes again"
 
 
-def test_strict_refuses_what_is_not_stored() -> None:
+def test_strict_refuses_what_is_not_stored():
     tuned = tuner()
     tuning.use("strict", table())
     assert call(tuned) == [16]
@@ -226,7 +224,7 @@ def test_strict_refuses_what_is_not_stored() -> None:
         call(tuned, width=128)
 
 
-def test_tune_uses_no_stored_choice() -> None:
+def test_tune_uses_no_stored_choice():
     tuned = tuner()
     tuning.use("tune", table())
     assert call(tuned)[-1] == 32
@@ -234,7 +232,7 @@ def test_tune_uses_no_stored_choice() -> None:
     assert call(tuned) == [16], "a run begins without the choices of an earlier run of the process"
 
 
-def test_a_configuration_that_the_kernel_lacks_is_not_used() -> None:
+def test_a_configuration_that_the_kernel_lacks_is_not_used():
     tuned = tuner()
     tuning.use("stored", table(**{KEY: "BT=64 num_warps=4 num_stages=3"}))
     assert call(tuned)[-1] == 32
@@ -246,7 +244,7 @@ def left_out(kernel: Any, **sizes: object) -> set[tuple[int | None, int]]:
     return {(config.kwargs.get("B"), config.num_warps) for config in {*kernel.configs} - {*kernel.prune_configs({})}}
 
 
-def test_activations_are_not_tuned_with_many_elements_in_a_thread() -> None:
+def test_activations_are_not_tuned_with_many_elements_in_a_thread():
     kernel = import_fla("fla.modules.activations.ops").swiglu_fwdbwd_kernel.fn
     assert left_out(kernel) == {(2048, 1), (4096, 1), (4096, 2), (8192, 1), (8192, 2), (8192, 4)}
 
@@ -254,9 +252,7 @@ def test_activations_are_not_tuned_with_many_elements_in_a_thread() -> None:
 @pytest.mark.parametrize(
     ("capability", "width", "expected"), [(9, 16, {4}), (9, 32, {4}), (9, 64, set()), (8, 32, set())]
 )
-def test_what_triton_compiles_wrongly_for_hopper_is_left_out(
-    capability: int, width: int, expected: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_triton_compiles_wrongly_for_hopper_is_left_out(capability, width, expected, monkeypatch):
     """Neither tuned nor taken from a table."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
@@ -269,7 +265,7 @@ def test_what_triton_compiles_wrongly_for_hopper_is_left_out(
     assert (key in kernel.cache) is not bool(expected)
 
 
-def test_the_fingerprint_is_that_of_the_choices() -> None:
+def test_the_fingerprint_is_that_of_the_choices():
     def fingerprint(stored: Table, *batches: int) -> str:
         tuned = tuner()
         tuning.use("stored", stored)
@@ -294,7 +290,7 @@ def lines_during(action: Callable[[], None]) -> list[str]:
     return lines
 
 
-def test_long_activities_are_shown_and_short_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_activities_are_shown_and_short_ones_are_not(monkeypatch):
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(progress, "MOST_SECONDS", 0.05)
 
@@ -341,7 +337,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str], tmp_path: Path) -> None:
+def test_kernels_are_compiled_on_threads_and_not_run(hopper, tmp_path):
     tuned, both = tuned_add_one(16, 32), ["add_one", "launcher of add_one"]
     x = torch.zeros(8)
     tuning.use("tune")
@@ -372,7 +368,7 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper: list[str], tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_what_was_compiled_ahead_is_not_compiled_again(hopper: list[str]) -> None:
+def test_what_was_compiled_ahead_is_not_compiled_again(hopper):
     """The kernel is at hand: its launch is the first thing that this machine cannot do."""
     with tuning.compile_ahead():
         add_one[(1,)](torch.zeros(8), N=64, BLOCK=64)
@@ -383,7 +379,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(hopper: list[str]) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_a_rehearsal_that_fails_compiles_nothing_and_leaves_nothing(hopper: list[str]) -> None:
+def test_a_rehearsal_that_fails_compiles_nothing_and_leaves_nothing(hopper):
     tuned = tuned_add_one(128, 256)
     tuning.use("tune")
 
@@ -401,14 +397,14 @@ def test_a_rehearsal_that_fails_compiles_nothing_and_leaves_nothing(hopper: list
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-def test_a_kernel_that_does_not_compile_fails_when_it_is_called(hopper: list[str]) -> None:
+def test_a_kernel_that_does_not_compile_fails_when_it_is_called(hopper):
     with tuning.compile_ahead():
         add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)  # no power of two
     with pytest.raises(triton.CompilationError, match="power of 2"):
         add_one[(1,)](torch.zeros(8), N=8, BLOCK=24)
 
 
-def test_no_function_of_triton_or_fla_is_replaced() -> None:
+def test_no_function_of_triton_or_fla_is_replaced():
     """FLA's autotuners get settings. Their classes stay, and so does Triton's compiler."""
     done = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -97,9 +97,7 @@ def stale_pickle(directory: Path, right: Tensors) -> None:
 
 @LOADERS
 @pytest.mark.parametrize("change", [stray, stale_shards, adapter, linked, stale_pickle])
-def test_only_the_files_that_belong_to_the_model_are_read(
-    load: Callable[[Path], Tensors], change: Callable[[Path, Tensors], None], untied: Path, tmp_path: Path
-) -> None:
+def test_only_the_files_that_belong_to_the_model_are_read(load, change, untied, tmp_path):
     directory = shutil.copytree(untied, tmp_path / "model")
     right = load_file(directory / "model.safetensors")
     change(directory, right)
@@ -167,9 +165,7 @@ def cut(directory: Path, right: Tensors) -> None:
         (only("weights.safetensors"), "neither model.safetensors nor"),
     ],
 )
-def test_weights_that_are_not_whole_are_refused_by_name(
-    load: Callable[[Path], Tensors], change: Callable[[Path, Tensors], None], cause: str, untied: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_whole_are_refused_by_name(load, change, cause, untied, tmp_path):
     directory = shutil.copytree(untied, tmp_path / "model")
     change(directory, load_file(directory / "model.safetensors"))
     with pytest.raises(DataError) as error:
@@ -178,7 +174,7 @@ def test_weights_that_are_not_whole_are_refused_by_name(
     assert "dimensions" not in error.value.remedy
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tied_weights_that_differ_are_refused(tmp_path):
     model = build(0, tied=True)
     model.hf.save_pretrained(tmp_path)
     right = load_file(tmp_path / "model.safetensors")

@@ -28,7 +28,7 @@ def group(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_line_for_each_run_and_runs_that_differ_in_one_key(group: Path) -> None:
+def test_a_line_for_each_run_and_runs_that_differ_in_one_key(group):
     lines = overview(group)
     cells = {name: rest[:-1] for name, *rest in map(str.split, lines[1:6])}
     assert cells["a"] == ["finished", "20", "1.5000", "12,346", "3.00"]
@@ -39,7 +39,7 @@ def test_a_line_for_each_run_and_runs_that_differ_in_one_key(group: Path) -> Non
     ]  # fmt: skip
 
 
-def test_two_runs_are_compared_key_by_key(group: Path) -> None:
+def test_two_runs_are_compared_key_by_key(group):
     assert compared(group, ["a", "e"]) == ["model.name: gla | kda", "seed: 0 | 2"]
     assert compared(group, ["a", "a"]) == ["no key of their identity differs"]
     with pytest.raises(DataError, match="holds no run nope") as error:
@@ -47,7 +47,7 @@ def test_two_runs_are_compared_key_by_key(group: Path) -> None:
     assert "a, b, c, d, e" in error.value.remedy
 
 
-def test_the_metrics_of_a_group_are_written_as_csv(group: Path) -> None:
+def test_the_metrics_of_a_group_are_written_as_csv(group):
     (group / "c" / "metrics.jsonl").write_text(
         '{"step": 1, "valid/loss_nats": 3.5}\n{"step": 2, "train/loss_nats": 3}\n'
     )

@@ -87,7 +87,7 @@ def write_runs(group: Path, runs: list[Run]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ the sentences
-def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> None:
+def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much():
     runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
     assert opening(runs, verdicts(runs)) == [
         f"15 runs of GLA (mve) on {HERE['gpus'][0]['name']}: all finished.",
@@ -97,7 +97,7 @@ def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much() -> No
     ]
 
 
-def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
+def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed():
     cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
     runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
     first, _, last = opening(runs, verdicts(runs))
@@ -106,7 +106,7 @@ def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed() -> None:
     assert "5 pairs" in last
 
 
-def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss() -> None:
+def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss():
     assert baseline_of([run("cce_filter"), run("cce_kahan")]) == "cce_kahan"
     assert baseline_of([run("cce_filter"), run("standard"), run("cce_kahan")]) == "standard"
     assert baseline_of([run("cce_filter")]) == "compiled"
@@ -114,7 +114,7 @@ def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss() -> N
 
 # -------------------------------------------------------------------------------------------------------- the targets
 @pytest.mark.usefixtures("text_alone")
-def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path: Path) -> None:
+def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path):
     """What was asked travels with the rows: from the sweep beside the runs, and from there beside the report."""
     group = tmp_path / "g"
     write_runs(group, FIVE_SEEDS)
@@ -147,7 +147,7 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
         ({"metric": "valid_loss_nats", "within": 0.1, "pairs": 1}, "use 2 or more"),
     ],
 )
-def test_a_wrong_target_is_refused_with_what_is_right(entry: dict[str, Any], words: str) -> None:
+def test_a_wrong_target_is_refused_with_what_is_right(entry, words):
     with pytest.raises(ConfigError) as refused:
         parse_target(entry)
     assert words in refused.value.remedy
@@ -157,7 +157,7 @@ def test_a_wrong_target_is_refused_with_what_is_right(entry: dict[str, Any], wor
     ("value", "shown"),
     [(0.60031, "0.6003"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.600")],
 )
-def test_a_value_that_misses_its_target_does_not_look_like_it(value: float, shown: str) -> None:
+def test_a_value_that_misses_its_target_does_not_look_like_it(value, shown):
     table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", [value])])
     assert table.rows[0][2] == shown
 
@@ -172,9 +172,7 @@ def made(loss: str, code: dict[str, str] | None = None, commit: str = "c" * 40, 
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_a_commit_in_between_blocks_no_report_and_is_no_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_commit_in_between_blocks_no_report_and_is_no_warning(tmp_path, capsys):
     write_runs(tmp_path / "g", [*made("compiled"), *made("cce_kahan", commit="d" * 40)])
     paths = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
     assert "warning" not in capsys.readouterr().out
@@ -183,9 +181,7 @@ def test_a_commit_in_between_blocks_no_report_and_is_no_warning(
 
 @pytest.mark.usefixtures("text_alone")
 @pytest.mark.parametrize("origins", ["together", "apart"])
-def test_runs_of_other_code_are_named_in_one_line_and_compared_together_or_apart(
-    origins: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_other_code_are_named_in_one_line_and_compared_together_or_apart(origins, tmp_path, capsys):
     """At one commit, too: what was not committed differs."""
     others = [*made("cce_kahan", {"linrnn": "e" * 12}, gib=5), *made("liger", {"linrnn": "e" * 12}, gib=5)]
     write_runs(tmp_path / "g", [*made("compiled"), *others])
@@ -208,7 +204,7 @@ def test_runs_of_other_code_are_named_in_one_line_and_compared_together_or_apart
 
 # ----------------------------------------------------------------------------------------------------- groups, files
 @pytest.mark.usefixtures("text_alone")
-def test_a_report_is_made_again_from_its_rows_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_made_again_from_its_rows_alone(tmp_path, capsys):
     summary, runs = tmp_path / "summaries" / "pair", [run("compiled"), run("cce_kahan", gib=5)]
     stranger = {**answer("compiled", 3, 10), "size": "1b3"}
     write_report(runs, summary, "pair", Inputs(max_batches=[answer("compiled", 12, 1000), stranger]))
@@ -225,7 +221,7 @@ def test_a_report_is_made_again_from_its_rows_alone(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_the_report_of_other_runs_is_not_overwritten(tmp_path: Path) -> None:
+def test_the_report_of_other_runs_is_not_overwritten(tmp_path):
     runs, options = FIVE_SEEDS[:3], ["group=g", f"results_dir={tmp_path}"]
     write_report(runs, tmp_path / "summaries" / "g", "g")
     write_runs(tmp_path / "g", runs[:1])
@@ -236,7 +232,7 @@ def test_the_report_of_other_runs_is_not_overwritten(tmp_path: Path) -> None:
     make_report(load_config(options, "report"))
 
 
-def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path: Path) -> None:
+def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path):
     write_runs(tmp_path / "mine", FIVE_SEEDS[:1])
     with pytest.raises(DataError, match="group=other") as refused:
         make_report(load_config(["group=other", f"results_dir={tmp_path}"], "report"))
@@ -246,7 +242,7 @@ def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path:
     assert f"results_dir={tmp_path} group=mine" in no_report.value.remedy
 
 
-def test_the_plots_are_those_that_the_runs_allow(tmp_path: Path) -> None:
+def test_the_plots_are_those_that_the_runs_allow(tmp_path):
     times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}, "steps": 20}
     lengths = [run("cce_kahan", seq_len=t, batch_size=16384 // t, **times) for t in (512, 2048)]
     chunks = [run("cce_kahan", seed=1, chunk_size=c, **times) for c in (64, 128)]
@@ -262,7 +258,7 @@ def test_the_plots_are_those_that_the_runs_allow(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- the page
-def test_the_page_needs_no_other_file_and_no_network(page: Path) -> None:
+def test_the_page_needs_no_other_file_and_no_network(page):
     text = page.read_text()
     read = Page(text)
     assert not {"link", "iframe", "object", "embed"} & {tag for tag, _, _ in read.attributes}
@@ -282,7 +278,7 @@ def test_the_page_needs_no_other_file_and_no_network(page: Path) -> None:
     assert {value[1:] for _, name, value in read.attributes if name == "href"} <= set(anchors)
 
 
-def test_details_are_folded_and_what_matters_is_not(page: Path) -> None:
+def test_details_are_folded_and_what_matters_is_not(page):
     text = page.read_text()
     folded = re.findall(r"<details><summary><h2[^>]*>(.*?)</h2>", text)
     assert {"Runs", "How the runs were made", "Abbreviations", "How targets are judged"} <= set(folded)
@@ -295,7 +291,7 @@ def test_details_are_folded_and_what_matters_is_not(page: Path) -> None:
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path):
     hostile = run("compiled", command="python train.py a='<script>alert(1)</script>' & b")
     text = write_report([hostile], tmp_path, "<i>", Inputs(source="<b>", again="<u>"))[1].read_text()
     assert len(re.findall("<script>", text)) == 1

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUMMARIES = ROOT / "results" / "summaries"
 
 
-def test_every_loss_has_a_colour_and_a_marker_of_its_own_and_compiled_is_grey() -> None:
+def test_every_loss_has_a_colour_and_a_marker_of_its_own_and_compiled_is_grey():
     assert set(loss_names()) <= LOSSES.keys()
     for kind in (0, 1):
         assert len({look[kind] for look in LOSSES.values()}) == len(LOSSES)
@@ -22,7 +22,7 @@ def test_every_loss_has_a_colour_and_a_marker_of_its_own_and_compiled_is_grey() 
     assert red == green == blue
 
 
-def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
+def test_a_loss_with_other_options_keeps_its_colour_and_marker():
     found = looks(["cce_kahan accumulate=bf16", "cce_kahan", "liger", "unknown"])
     plain, variant = found["cce_kahan"], found["cce_kahan accumulate=bf16"]
     assert (plain.colour, plain.marker) == (variant.colour, variant.marker)
@@ -33,7 +33,7 @@ def test_a_loss_with_other_options_keeps_its_colour_and_marker() -> None:
     assert len({(look.colour, look.filling) for look in many}) == len({(look.colour, look.dash) for look in many}) == 12
 
 
-def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> None:
+def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most():
     runs = read_committed(SUMMARIES / "mve")
     names = {"compiled", "standard", "liger", "cce_kahan"}
     assert names <= {run.summary["loss"] for run in runs}
@@ -53,7 +53,7 @@ def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most() -> N
     pyplot.close("all")
 
 
-def test_speeds_of_several_seeds_have_an_interval() -> None:
+def test_speeds_of_several_seeds_have_an_interval():
     figure = plots.pareto(read_committed(SUMMARIES / "mve"))
     assert figure.axes[0].containers, "error bars"
     assert figure.axes[0].get_ylim()[0] == 0

@@ -42,7 +42,7 @@ def folder(small_of_module: Callable[..., list[str]], tmp_path_factory: pytest.T
     return results / "summaries" / "tiny"
 
 
-def test_runs_that_were_trained_here_become_a_page(folder: Path) -> None:
+def test_runs_that_were_trained_here_become_a_page(folder):
     """Every run, its command, sentences, a target's answer."""
     text = (folder / "report.md").read_text()
     first, second, third = [line for line in text.splitlines() if line.startswith("* ")][:3]
@@ -56,7 +56,7 @@ def test_runs_that_were_trained_here_become_a_page(folder: Path) -> None:
     assert read_committed(folder)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}
 
 
-def test_the_file_holds_what_metrics_jsonl_holds(folder: Path) -> None:
+def test_the_file_holds_what_metrics_jsonl_holds(folder):
     raw = {run.name: run for run in read_runs(folder.parents[1] / "tiny")}
     committed = {run.name: run for run in read_committed(folder)}
     assert committed.keys() == raw.keys()
@@ -69,7 +69,7 @@ def test_the_file_holds_what_metrics_jsonl_holds(folder: Path) -> None:
             assert all(a[0] == b[0] and abs(a[1] - b[1]) <= 10.0**-TIME_DIGITS for a, b in both)
 
 
-def test_verdicts_of_the_committed_report_are_those_of_its_runs(folder: Path) -> None:
+def test_verdicts_of_the_committed_report_are_those_of_its_runs(folder):
     raw = verdicts(read_runs(folder.parents[1] / "tiny"))
     assert verdicts(read_committed(folder)) == raw
     decided = [v for v in raw if v.target in OF_LOSSES and v.backend == "cce_kahan" and v.n == len(SEEDS)]
@@ -78,7 +78,7 @@ def test_verdicts_of_the_committed_report_are_those_of_its_runs(folder: Path) ->
 
 
 @pytest.mark.parametrize("directory", REPORTS, ids=lambda path: path.name)
-def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(directory: Path) -> None:
+def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(directory):
     for run in read_committed(directory):
         summary, losses = run.summary, dict(run.losses)
         last = [losses.get(step) for step in range(max(summary["steps"] - MEAN_OF_LAST, 0) + 1, summary["steps"] + 1)]
@@ -94,7 +94,7 @@ def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(director
             assert speed.get(key) is None or speed[key] == pytest.approx(summary[key], rel=0, abs=10.0**-TIME_DIGITS)
 
 
-def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond(tmp_path: Path) -> None:
+def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond(tmp_path):
     """Not the times of a run that shared its GPU: an earlier process of it may have had its own."""
     curves = {LOSS: [(4, 1 / 3), (8, float(np.float32(2 / 3)))], "loss/share": [(8, float(np.float32(0.1)))]}
     timed = {**curves, "wall_step_ms": [(8, 1.23456789)]}

@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def verdict_on(found: Sequence[Verdict], target: Target) -> Verdict:
 OF_TIMES = (SPEED, MVE_SPEED, MVE_NOT_SLOWER, MVE_LARGER, BACKWARD)
 
 
-def test_ratios_are_medians_over_paired_seeds_with_intervals() -> None:
+def test_ratios_are_medians_over_paired_seeds_with_intervals():
     found = judged(FIVE_SEEDS)
     memory = verdict_on(found, MEMORY)
     assert (memory.value, memory.verdict, memory.n) == (pytest.approx(0.52), "reached", 5)
@@ -67,7 +66,7 @@ def test_ratios_are_medians_over_paired_seeds_with_intervals() -> None:
 
 
 @pytest.mark.parametrize("n", range(1, 5))
-def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
+def test_fewer_than_five_pairs_decide_nothing_but_memory(n):
     runs = [*five("compiled")[:n], *five("cce_kahan", speed=5000, gib=1)[:n]]
     found = judged(runs)
     for criterion in (SPEED, PERPLEXITY, VALID_LOSS, CURVES, MVE_LOSS):
@@ -77,7 +76,7 @@ def test_fewer_than_five_pairs_decide_nothing_but_memory(n: int) -> None:
     assert verdict_on(found, MEMORY).verdict == "reached", "one run decides"
 
 
-def test_equal_within_a_margin_means_to_either_side() -> None:
+def test_equal_within_a_margin_means_to_either_side():
     """A perplexity two below the baseline's is welcome, but it is not the same model."""
     for nats, expected in ((4.8, "not reached"), (5.2, "not reached"), (5.004, "reached"), (4.996, "reached")):
         found = judged([*five("compiled"), *five("cce_kahan", nats=nats)])
@@ -85,7 +84,7 @@ def test_equal_within_a_margin_means_to_either_side() -> None:
             assert verdict_on(found, criterion).verdict == expected
 
 
-def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> None:
+def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats():
     """Differences of 0.001 nats are 0.3 in perplexity: the nats are decided, the perplexity says what it would need."""
     drifts = (0.001, -0.001, 0.001, -0.001, 0.0)
     ours = [run("cce_kahan", seed=s, nats=5 + d, valid_perplexity=200 + 300 * d) for s, d in enumerate(drifts)]
@@ -98,7 +97,7 @@ def test_a_perplexity_whose_scatter_exceeds_its_margin_is_answered_in_nats() -> 
     assert (valid.verdict, valid.n, valid.remark) == ("reached", 5, "")
 
 
-def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
+def test_an_interval_on_both_sides_of_the_target_decides_nothing():
     nothing = None
     for rule, target, expected in (
         (AT_MOST, 1.0, (True, nothing, False)),
@@ -112,7 +111,7 @@ def test_an_interval_on_both_sides_of_the_target_decides_nothing() -> None:
     assert answer_of(-1.2, 1.2, WITHIN, 0.9) is None
 
 
-def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten() -> None:
+def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten():
     draw = random.Random(0)
     studies = [[1.05 * 2.718281828 ** draw.gauss(0, 0.02) for _ in range(5)] for _ in range(1000)]
     found = [estimate(values, ratios=True) for values in studies]
@@ -123,7 +122,7 @@ def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten() -> None
     assert inverse.high == pytest.approx(1 / found[0].low), "neither loss is preferred"
 
 
-def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_times_in_ten() -> None:
+def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_times_in_ten():
     draw = random.Random(0)
 
     def ratios(mean: float, spread: float) -> list[float]:
@@ -135,7 +134,7 @@ def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_tim
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
+def test_runs_that_learn_differently_are_not_compared(tmp_path):
     """With another learning rate or other initial weights, loss and curve say nothing about the loss layer."""
     fast, slow = ("optimizer.lr=0.002 init_from=None", "optimizer.lr=0.001 init_from=None")
     runs = [run("compiled", training=slow), run("cce_kahan", training=fast, nats=4.0)]
@@ -149,7 +148,7 @@ def test_runs_that_learn_differently_are_not_compared(tmp_path: Path) -> None:
     assert "| gla-cce_kahan-lr0.001 | gla |" in table
 
 
-def test_losses_of_a_few_steps_are_not_compared() -> None:
+def test_losses_of_a_few_steps_are_not_compared():
     found = judged([run("compiled", steps=49), run("cce_kahan", steps=49, nats=7.0)])
     for criterion in (PERPLEXITY, VALID_LOSS, MVE_LOSS, CURVES):
         verdict = verdict_on(found, criterion)
@@ -160,7 +159,7 @@ def test_losses_of_a_few_steps_are_not_compared() -> None:
     assert verdict_on(enough, VALID_LOSS).value == pytest.approx(2.0)
 
 
-def test_times_of_a_few_steps_are_not_compared() -> None:
+def test_times_of_a_few_steps_are_not_compared():
     times = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}}
     found = judged([run("compiled", **times), run("cce_filter", speed=2000, measured_steps=4, **times)])
     for criterion in (SPEED, MVE_SPEED, BACKWARD):
@@ -168,7 +167,7 @@ def test_times_of_a_few_steps_are_not_compared() -> None:
         assert (verdict.verdict, "5 steps after the warm-up" in verdict.remark) == ("not measured", True)
 
 
-def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side() -> None:
+def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side():
     times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.07}, "step_time_ms_median": 1.0}  # free: 1.136 x
     for speed, verdict, words in (
         (1767, "inconclusive", "beyond what a free loss would give (1.136): noise"),
@@ -180,7 +179,7 @@ def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side() -> N
         assert (found.verdict, found.remark) == (verdict, words)
 
 
-def test_speed_and_memory_on_a_cpu_are_no_answer() -> None:
+def test_speed_and_memory_on_a_cpu_are_no_answer():
     cpu = {"memory_bytes": {"resident_peak": GIB}}
     runs = [*five("compiled", **cpu), *five("cce_kahan", speed=2000, **cpu)]
     for batch in (16, 32):
@@ -191,7 +190,7 @@ def test_speed_and_memory_on_a_cpu_are_no_answer() -> None:
         assert (verdict.verdict, "on a GPU" in verdict.remark) == ("not measured", True)
 
 
-def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock() -> None:
+def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock():
     def old(runs: list[Run]) -> list[Run]:
         kept = [{k: v for k, v in one.summary.items() if k != "tokens_per_second_is"} for one in runs]
         return [replace(one, summary=summary) for one, summary in zip(runs, kept, strict=True)]
@@ -204,7 +203,7 @@ def test_device_time_decides_no_speed_and_is_never_held_against_wall_clock() -> 
     assert mixed.value is None
 
 
-def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
+def test_what_was_not_measured_is_open_and_says_what_it_needs():
     found = judged([run("cce_kahan")])
     memory = verdict_on(found, MEMORY)
     assert (memory.verdict, memory.value, memory.n) == ("not measured", None, 0)
@@ -212,7 +211,7 @@ def test_what_was_not_measured_is_open_and_says_what_it_needs() -> None:
     assert "find_max_batch" in verdict_on(found, BATCH).remark
 
 
-def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
+def test_the_loss_layer_s_share_says_whether_gradients_count():
     found = judged([run("cce_kahan", gib=10)])
     gradients = 2 * 256 * (8 * 2048 + 32000)
     assert only(found, SHARE, "cce_kahan", None).value == pytest.approx(0.1)
@@ -220,20 +219,20 @@ def test_the_loss_layer_s_share_says_whether_gradients_count() -> None:
     assert without.value == pytest.approx((GIB - gradients) / (10 * GIB))
 
 
-def test_a_run_that_was_made_again_is_no_further_seed() -> None:
+def test_a_run_that_was_made_again_is_no_further_seed():
     again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
     memory = verdict_on(judged([run("compiled"), *again]), MEMORY)
     assert (memory.value, memory.n, memory.low) == (0.5, 1, None)
 
 
-def test_runs_moved_aside_are_no_part_of_their_group(tmp_path: Path) -> None:
+def test_runs_moved_aside_are_no_part_of_their_group(tmp_path):
     for name in ("gla-compiled-8-s0", "gla-compiled-8-s0.1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(json.dumps(run("compiled").summary))
     assert len(read_runs(tmp_path)) == 1
 
 
-def test_a_search_answers_also_where_the_runs_tell_more_losses_apart() -> None:
+def test_a_search_answers_also_where_the_runs_tell_more_losses_apart():
     kahan, fp32 = ({"loss_options": {"accumulate": way}} for way in ("kahan", "fp32"))
     answers = [answer("compiled", 8, 1000), {**answer("cce_kahan", 16, 1100), **kahan}]
     runs = [
@@ -247,7 +246,7 @@ def test_a_search_answers_also_where_the_runs_tell_more_losses_apart() -> None:
     assert [one.verdict for one in both] == ["reached", "not measured"]
 
 
-def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> None:
+def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not():
     answers = [answer("compiled", 12, 1000), answer("cce_kahan", 13, 1010)]
     of_batches = (BATCH, "cce_kahan", "compiled")
     found = judged(FIVE_SEEDS, answers)
@@ -269,7 +268,7 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not() -> No
     assert "another device" in batch.remark
 
 
-def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothing() -> None:
+def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothing():
     compiled, nothing = answer("compiled", 12, 1000), answer("cce_kahan", 0, 0)
     cut_off = verdict_on(judged(FIVE_SEEDS, [compiled, {**nothing, "exact": False}]), BATCH)
     assert (cut_off.value, cut_off.verdict) == (None, "not measured")
@@ -290,7 +289,7 @@ def test_a_search_that_met_no_fitting_batch_and_left_some_untried_answers_nothin
     assert (none.value, none.verdict) == (0, "not reached")
 
 
-def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_ran() -> None:
+def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_ran():
     def larger(*runs: Run) -> Verdict:
         return verdict_on(judged(runs), MVE_LARGER)
 
@@ -307,7 +306,7 @@ def test_the_fastest_batch_is_chosen_alike_for_both_from_the_batches_that_both_r
     assert larger(*both, *unlike) == verdict
 
 
-def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
+def test_the_backward_pass_is_judged_from_the_loss_layer_s_times():
     times = {"compiled": 3.0, "cce_filter": 1.5}
     runs = [one for loss, ms in times.items() for one in five(loss, loss_layer_ms={"forward": 1.0, "backward": ms})]
     verdict = only(judged(runs), BACKWARD, "cce_filter", "compiled")
@@ -319,7 +318,7 @@ def test_the_backward_pass_is_judged_from_the_loss_layer_s_times() -> None:
     assert asked == {"cce_filter"}  # a loss that computes gradients in its forward pass has no backward pass to compare
 
 
-def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
+def test_runs_with_checkpointing_are_judged_beside_those_without():
     full = [
         run("compiled", gib=4, activation_checkpointing="full"),
         run("cce_kahan", gib=1, activation_checkpointing="full"),
@@ -334,7 +333,7 @@ def test_runs_with_checkpointing_are_judged_beside_those_without() -> None:
     assert [v.value for v in batches] == [pytest.approx(13 / 12), None]
 
 
-def test_blocks_that_are_executed_differently_are_judged_apart() -> None:
+def test_blocks_that_are_executed_differently_are_judged_apart():
     losses = {BLOCKS: {"compiled": 5.0, "cce_kahan": 5.001}, FLOAT8: {"compiled": 5.02, "cce_kahan": 5.022}}
     runs = [
         trained(loss, seed, training, nats + seed)
@@ -350,7 +349,7 @@ def test_blocks_that_are_executed_differently_are_judged_apart() -> None:
     assert [v.value for v in found] == [pytest.approx(0.001), pytest.approx(0.002)]
 
 
-def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
+def test_backends_are_told_apart_by_the_options_in_which_they_differ():
     options = [{"accumulate": "kahan", "workspace_mib": None}, {"accumulate": "fp32", "workspace_mib": None}]
     summaries = [run("cce_kahan", loss_options=o).summary for o in options] + [run("standard").summary]
     assert backend_names(summaries) == ["cce_kahan accumulate=kahan", "cce_kahan accumulate=fp32", "standard"]
@@ -358,7 +357,7 @@ def test_backends_are_told_apart_by_the_options_in_which_they_differ() -> None:
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path) -> None:
+def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path):
     curves = {"loss/entries_kept": [(1, 0.5), (2, 0.25)], "loss/dropped_mass_mean": [(1, 0.5), (2, 0.3)]}
     filtered = replace(run("cce_filter"), curves={**run("cce_filter").curves, **curves})
     paths = write_report([run("compiled"), filtered], tmp_path, "g")
@@ -367,7 +366,7 @@ def test_what_filters_dropped_stands_in_the_report_and_reads_back(tmp_path: Path
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Path) -> None:
+def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path):
     state = {"sm_mhz": 1980.0, "memory_mhz": 3201.0, "watts": 600.0, "celsius": 50.0, "other_processes": 7}
     shared = NO_TIMES | {"gpu_state": state}
     losses = ("compiled", "cce_kahan", "cce_filter")
@@ -384,7 +383,7 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path: Pat
     assert "other processes computed on the GPU" not in text
 
 
-def test_committed_runs_read_back(tmp_path: Path) -> None:
+def test_committed_runs_read_back(tmp_path):
     curves = {LOSS: [(step, 1 / step) for step in range(1, 2404)], "valid/perplexity": [(9, 2.5)]}
     long = Run(run("compiled").summary, HERE, curves)
     filtered = {LOSS: [(960, 0.5)], "loss/dropped_mass_mean": [(960, 1 / 3)]}
@@ -394,7 +393,7 @@ def test_committed_runs_read_back(tmp_path: Path) -> None:
     assert read_committed(tmp_path) == [long, killed, idle], "to the last bit"
 
 
-def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
+def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged():
     """A swing of 40 steps: means over 20 steps keep two thirds of it, means over 20 records of every 5th step none."""
     flat = [(step, 5.0) for step in range(1, 401)]
     swing = [(step, 5.0 + 0.03 * (1 if step % 40 < 20 else -1)) for step, _ in flat]
@@ -407,7 +406,7 @@ def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged() -> None:
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> None:
+def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path):
     group = tmp_path / "results" / "g"
     for one in [run("compiled"), run("cce_kahan", gib=1, speed=9000)]:
         directory = group / one.name
@@ -430,7 +429,7 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_runs_of_two_horizons_are_never_compared(tmp_path: Path) -> None:
+def test_runs_of_two_horizons_are_never_compared(tmp_path):
     def of(loss: str, horizon: int, **more: Any) -> Run:
         words = f"optimizer.lr=0.001 schedule.steps={horizon} init_from=None"
         return run(loss, training=words, run_name=f"{loss}-{horizon}", **more)

@@ -42,7 +42,7 @@ def printed(stream: io.StringIO, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return stream.getvalue()
 
 
-def test_on_a_terminal_one_line_moves_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_one_line_moves_in_place(tmp_path, monkeypatch):
     text = printed(Terminal(), tmp_path / "log", monkeypatch)
     lines = text.split("\n")
     assert [line.rsplit("\r", 1)[-1].strip() for line in lines] == [
@@ -53,7 +53,7 @@ def test_on_a_terminal_one_line_moves_in_place(tmp_path: Path, monkeypatch: pyte
     assert all(len(part) < 60 for part in text.replace("\n", "\r").split("\r"))
 
 
-def test_elsewhere_a_line_comes_every_thirty_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_a_line_comes_every_thirty_seconds(tmp_path, monkeypatch):
     text = printed(io.StringIO(), tmp_path / "log", monkeypatch)
     steps = [line.split("/")[0] for line in text.splitlines() if line.startswith("step")]
     assert steps == ["step   1", "step  31", "step  61", "step  91", "step 100"]
@@ -61,7 +61,7 @@ def test_elsewhere_a_line_comes_every_thirty_seconds(tmp_path: Path, monkeypatch
     assert len((tmp_path / "log").read_text().splitlines()) == 102, "the log has every line"
 
 
-def test_a_progress_line_says_what_a_person_watches() -> None:
+def test_a_progress_line_says_what_a_person_watches():
     line = progress_line(2.3456, 3e-3, 0.512, 12700.4, 0.41, 31.0)
     assert line == "loss 2.3456 | 12,700 tokens/s | 0:31 left | lr 3.0e-03 | grad norm 0.51 | MFU 41.0%"
     assert progress_line(2.0, 1e-3, 1.0, None, None, None) == "loss 2.0000 | warming up | lr 1.0e-03 | grad norm 1.00"
@@ -77,11 +77,11 @@ def test_a_progress_line_says_what_a_person_watches() -> None:
         (40.25 * GIB, "40.2 GiB"),
     ],
 )
-def test_a_size_is_written_in_the_unit_that_reads_best(size: float, words: str) -> None:
+def test_a_size_is_written_in_the_unit_that_reads_best(size, words):
     assert size_in_words(size) == words
 
 
-def test_a_busy_machine_is_named_and_what_helps_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_named_and_what_helps_there(monkeypatch):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (2.1, 0, 0))
@@ -91,7 +91,7 @@ def test_a_busy_machine_is_named_and_what_helps_there(monkeypatch: pytest.Monkey
     assert "PASSIVE" not in (busy_with_others(1) or "PASSIVE"), "one thread waits for nobody"
 
 
-def test_a_run_ends_with_a_picture(tmp_path: Path) -> None:
+def test_a_run_ends_with_a_picture(tmp_path):
     records = [{"step": step, "train/loss_nats": 5 / step, "speed/tokens_per_second": 9.0} for step in range(1, 40)]
     draw_progress([*records, {"step": 39, "valid/loss_nats": 1.0, "train/loss_nats": None}], "run", tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as picture:
@@ -99,7 +99,7 @@ def test_a_run_ends_with_a_picture(tmp_path: Path) -> None:
         assert len(picture.convert("RGB").getcolors(100_000) or []) > 20, "not blank"
 
 
-def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_is_refused_where_it_is_missing(monkeypatch):
     config = load_config(["logger=tensorboard", "logger.wandb.mode=disabled"]).logger
     assert config.tensorboard
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
@@ -109,7 +109,7 @@ def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPa
     check_loggers(load_config(["logger.wandb.mode=disabled"]).logger)
 
 
-def test_tensorboard_gets_every_metric_and_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_every_metric_and_may_fail(tmp_path, monkeypatch):
     calls: list[Any] = []
 
     class Writer:

@@ -10,7 +10,7 @@ def records(*milliseconds: float) -> list[dict[str, float]]:
     return [{"speed/measured_steps": 1, "speed/wall_step_ms": ms + 1, "speed/step_ms": ms} for ms in milliseconds]
 
 
-def test_a_slow_step_lowers_tokens_per_second_and_leaves_the_median() -> None:
+def test_a_slow_step_lowers_tokens_per_second_and_leaves_the_median():
     speed = speed_of_run(records(10, 10, 10, 10, 60), tokens_per_step=21)
     assert (speed["step_time_ms_median"], speed["wall_step_ms"], speed["host_step_ms"]) == (10, 21, 1)
     assert speed["tokens_per_second"] == pytest.approx(1000)
@@ -19,7 +19,7 @@ def test_a_slow_step_lowers_tokens_per_second_and_leaves_the_median() -> None:
     assert words.startswith("the mean step takes 2.00 times the median step's 10.00 ms")
 
 
-def test_even_steps_and_rows_without_times_need_no_remark() -> None:
+def test_even_steps_and_rows_without_times_need_no_remark():
     assert uneven_steps(speed_of_run(records(10, 10, 10, 10, 14), tokens_per_step=1)) is None
     assert uneven_steps(speed_of_run([], tokens_per_step=1)) is None
     assert uneven_steps({"step_time_ms_median": 1.0}) is None, "as in older rows"

@@ -58,16 +58,16 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, FakeRun]]:
     return runs
 
 
-def test_no_none_reaches_wandb(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+def test_no_none_reaches_wandb(opened, tmp_path):
     mirror(tmp_path).log(3, {"train/loss_nats": 2.0, "speed/mfu": None})
     assert opened[0][1].logged == [(3, {"train/loss_nats": 2.0})]
 
 
-def test_configured_tags_stand_beside_those_of_the_run(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+def test_configured_tags_stand_beside_those_of_the_run(opened, tmp_path):
     assert mirror(tmp_path, further=["paper", "mve"])._options["tags"] == ["gla", "mve", "paper"]
 
 
-def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened: list[tuple[str, FakeRun]], tmp_path: Path) -> None:
+def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened, tmp_path):
     lost = mirror(tmp_path)
     opened[0][1].fails = True
     lost.log(3, {"train/loss_nats": 2.0})
@@ -76,24 +76,20 @@ def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened: list[tuple[st
 
 
 @pytest.mark.parametrize("asked", ["offline", "disabled"])
-def test_wandbs_own_variable_decides_where_the_mode_is_auto(
-    asked: str, opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandbs_own_variable_decides_where_the_mode_is_auto(asked, opened, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", asked)
     monkeypatch.setattr(loggers, "has_wandb_key", lambda: True)
     mirror(tmp_path, "auto")
     assert [mode for mode, _ in opened] == ([] if asked == "disabled" else ["offline"])
 
 
-def test_a_configured_mode_beats_wandbs_variable(
-    opened: list[tuple[str, FakeRun]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configured_mode_beats_wandbs_variable(opened, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     mirror(tmp_path, "offline")
     assert [mode for mode, _ in opened] == ["offline"]
 
 
-def test_wandbs_variable_can_stand_in_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandbs_variable_can_stand_in_for_a_missing_package(monkeypatch):
     config = WandbConfig(mode="auto", project="p", entity=None, tags=[])
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -1,6 +1,5 @@
 """Every step of a run has one origin, however the run's processes ended."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,16 +27,14 @@ def spans(processes: list[dict[str, Any]]) -> list[tuple[int, int]]:
         ([(0, 20), (20, 30)], 25, [(0, 20), (20, 25)]),
     ],
 )
-def test_earlier_processes_keep_the_steps_that_are_left_of_each(
-    earlier: list[tuple[int, int | None]], step: int, left: list[tuple[int, int]]
-) -> None:
+def test_earlier_processes_keep_the_steps_that_are_left_of_each(earlier, step, left):
     kept = settled([process(*span) for span in earlier], step)
     assert spans(kept) == left
     assert [each["ended"] for each in kept] == [process(*span)["ended"] for span in earlier[: len(kept)]]
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"processes": 3}', '{"torch": "2.11"}'])
-def test_a_record_of_another_kind_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_record_of_another_kind_is_refused(content, tmp_path):
     path = tmp_path / "environment.json"
     assert read_processes(path) == []
     path.write_text(content)
@@ -75,17 +72,17 @@ RECORDED: dict[str, Any] = {
         ({"cuda_allocator": "expandable_segments:True"}, ["cuda_allocator"]),
     ],
 )
-def test_two_origins_are_told_apart_by_what_computes(change: dict[str, Any], found: list[str]) -> None:
+def test_two_origins_are_told_apart_by_what_computes(change, found):
     assert differing([RECORDED, {**RECORDED, **change}]) == found
 
 
-def test_the_commit_stands_for_code_that_was_not_recorded() -> None:
+def test_the_commit_stands_for_code_that_was_not_recorded():
     one, other = ({"git": {"commit": commit}} for commit in ("1", "2"))
     assert differing([one, one]) == []
     assert differing([one, other]) == ["commit"]
 
 
-def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
+def test_kernels_that_ran_with_two_configurations_are_two_origins():
     one, other = environment(norm="BT=16", rotary="B=1"), environment(norm="BT=32", rotary="B=1")
     assert differing([one, other]) == ["kernel_choices"]
     assert differing([environment(scan="BK=64"), one, other]) == ["kernel_choices"]
@@ -101,13 +98,13 @@ def test_kernels_that_ran_with_two_configurations_are_two_origins() -> None:
         {"packages": {"torch": "2.13"}},
     ],
 )
-def test_other_kernels_contradict_nothing(other: dict[str, Any]) -> None:
+def test_other_kernels_contradict_nothing(other):
     """Another model or batch has other kernels. Earlier versions and CPUs have no record of them."""
     assert differing([environment(norm="BT=16"), other]) == []
     assert differing([]) == differing([other]) == []
 
 
-def test_a_run_whose_processes_chose_kernels_differently_is_a_mixture() -> None:
+def test_a_run_whose_processes_chose_kernels_differently_is_a_mixture():
     first = {**environment(norm="BT=16"), "from_step": 0, "to_step": 30}
     second = {**environment(norm="BT=32"), "from_step": 30, "to_step": 60}
     assert read_origin({"processes": [first, second]})[1] == ("kernel_choices",)

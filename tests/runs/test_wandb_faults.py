@@ -17,7 +17,6 @@ from linrnn.runs import loggers
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 STEPS = 6
 
 
@@ -68,9 +67,7 @@ def synced(port: int, directory: Path) -> set[int]:
     return again.steps
 
 
-def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(tmp_path, monkeypatch):
     ids: list[str] = []
     monkeypatch.setattr(loggers.WandbMirror, "_open", lambda self, mode, run_id: ids.append(run_id))
     config = load_config(["logger.wandb.mode=offline"]).logger.wandb
@@ -83,14 +80,14 @@ def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(
     assert len(ids[0]) == 8
 
 
-def test_all_is_well(server: WandbServer, small: Small) -> None:
+def test_all_is_well(server, small):
     directory, _ = run(small(), {})
     assert server.steps >= set(range(1, STEPS + 1))
     key = os.environ["WANDB_API_KEY"].encode()
     assert not [path for path in directory.rglob("*") if path.is_file() and key in path.read_bytes()]
 
 
-def test_unreachable_at_the_start(server: WandbServer, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_at_the_start(server, small, monkeypatch):
     monkeypatch.setattr(loggers, "CONNECTION_SECONDS", 2)
     server.stop()
     directory, log = run(small(), {})
@@ -98,7 +95,7 @@ def test_unreachable_at_the_start(server: WandbServer, small: Small, monkeypatch
     assert synced(server.port, directory) >= set(range(1, STEPS + 1))
 
 
-def test_unreachable_in_the_middle_of_a_run(server: WandbServer, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_in_the_middle_of_a_run(server, small, monkeypatch):
     monkeypatch.setattr(loggers, "CONNECTION_SECONDS", 8)
     directory, log = run(small(), {3: server.stop})
     assert "wandb has not taken everything" in log
@@ -107,7 +104,7 @@ def test_unreachable_in_the_middle_of_a_run(server: WandbServer, small: Small, m
 
 
 @pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep finds the process")
-def test_its_own_process_dies_in_the_middle_of_a_run(server: WandbServer, small: Small) -> None:
+def test_its_own_process_dies_in_the_middle_of_a_run(server, small):
     def kill() -> None:
         children = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True)
         os.kill(int(children.stdout), signal.SIGKILL)

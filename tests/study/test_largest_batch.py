@@ -17,7 +17,7 @@ def search(*fitting: int, too_large: int) -> Search:
     return Search({**rows, too_large: {"status": "out_of_memory"}})
 
 
-def test_a_search_is_exact_if_one_sequence_more_did_not_fit() -> None:
+def test_a_search_is_exact_if_one_sequence_more_did_not_fit():
     found = searches(read_committed(GROUP))
     assert {key: one.exact for key, one in found.items() if not one.exact} == {
         ("gated_deltanet", "full", "liger"): False
@@ -26,7 +26,7 @@ def test_a_search_is_exact_if_one_sequence_more_did_not_fit() -> None:
     assert (unfinished.batch, unfinished.too_large) == (75, 85)
 
 
-def test_searches_without_an_answer_give_no_ratio() -> None:
+def test_searches_without_an_answer_give_no_ratio():
     found = {
         ("gla", "none", "cce_kahan"): search(3, too_large=4),
         ("gla", "none", "compiled"): search(too_large=1),
@@ -38,7 +38,7 @@ def test_searches_without_an_answer_give_no_ratio() -> None:
     assert (key, verdict.against, verdict.value) == (("kda", "none", "cce_kahan"), "compiled", 1.5)
 
 
-def test_searches_of_another_setting_are_refused() -> None:
+def test_searches_of_another_setting_are_refused():
     first, *others = read_committed(GROUP)
     with pytest.raises(DataError, match="memory_budget_gib"):
         searches([replace(first, summary={**first.summary, "memory_budget_gib": 80.0}), *others])

@@ -14,7 +14,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
-def test_each_file_of_c_with_text_is_a_line(tmp_path: Path) -> None:
+def test_each_file_of_c_with_text_is_a_line(tmp_path):
     for name, text in {"a.c": "int a;", "b.h": "int b;", "empty.c": " ", "c.txt": "no"}.items():
         (tmp_path / name).write_text(text)
     assert run(tmp_path, tmp_path / "out.jsonl").returncode == 0
@@ -23,7 +23,7 @@ def test_each_file_of_c_with_text_is_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("one",), ("no such folder", "out.jsonl")])
-def test_missing_paths_and_folders_without_c_are_named(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_missing_paths_and_folders_without_c_are_named(arguments, tmp_path):
     done = run(*(tmp_path / name for name in arguments))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")

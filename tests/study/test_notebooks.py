@@ -82,7 +82,7 @@ def shown(notebook: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, kernel: KernelManager) -> None:
+def test_a_notebook_runs_on_results_made_here(name, cpu_results, kernel):
     found = "\n".join(shown(run_all(name, kernel, cpu_results)))
     assert "<plot>" in found
     for sweep in re.findall(r"sweep=(\w+)", found):
@@ -93,9 +93,7 @@ def test_a_notebook_runs_on_results_made_here(name: str, cpu_results: Path, kern
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_is_stored_with_what_the_committed_results_say(
-    name: str, kernel: KernelManager, tmp_path: Path
-) -> None:
+def test_a_notebook_is_stored_with_what_the_committed_results_say(name, kernel, tmp_path):
     """Only the committed rows are used, as in a fresh clone, even if there are other results here."""
     for directory in FOLDERS:
         (tmp_path / directory).symlink_to(ROOT / "results" / directory)
@@ -106,7 +104,7 @@ def test_a_notebook_is_stored_with_what_the_committed_results_say(
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_text_of_a_notebook_states_no_number_that_no_cell_shows(name: str) -> None:
+def test_the_text_of_a_notebook_states_no_number_that_no_cell_shows(name):
     notebook = read(name)
     printed = "\n".join(shown(notebook))
     for cell in notebook.cells:
@@ -115,7 +113,7 @@ def test_the_text_of_a_notebook_states_no_number_that_no_cell_shows(name: str) -
                 assert number.rstrip(".,") in printed, cell.source
 
 
-def test_there_are_three_light_notebooks() -> None:
+def test_there_are_three_light_notebooks():
     assert NOTEBOOKS == ["memory_and_speed", "same_loss", "your_own_runs"]
     for name in NOTEBOOKS:
         nbformat.validate(read(name))

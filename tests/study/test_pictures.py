@@ -18,13 +18,13 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return pictures.draw(ROOT / "results", tmp_path_factory.mktemp("figures"))
 
 
-def test_every_committed_picture_is_drawn_from_committed_rows(drawn: list[Path]) -> None:
+def test_every_committed_picture_is_drawn_from_committed_rows(drawn):
     committed = ROOT / "results" / "figures"
     names = {path.with_suffix(suffix).name for path in drawn for suffix in (".png", ".svg")}
     assert names == {path.name for path in committed.iterdir()}
 
 
-def test_the_committed_pictures_say_what_the_rows_say(drawn: list[Path]) -> None:
+def test_the_committed_pictures_say_what_the_rows_say(drawn):
     def words(path: Path) -> list[str | None]:
         return [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
@@ -32,7 +32,7 @@ def test_the_committed_pictures_say_what_the_rows_say(drawn: list[Path]) -> None
         assert words(path) == words(ROOT / "results" / "figures" / path.name), "python -m study.pictures"
 
 
-def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once() -> None:
+def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once():
     breakdown = {
         "time": {
             "mixer": {"forward": 3.0, "backward": 5.0},

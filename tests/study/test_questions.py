@@ -16,7 +16,7 @@ from study.criteria import verdicts as judged
         ({"training": BLOCKS, "model": "gla shared_projection_rank=128"}, "gla, full projections"),
     ],
 )
-def test_a_change_of_the_blocks_is_judged_beside_runs_without_it(change: dict[str, str], against: str) -> None:
+def test_a_change_of_the_blocks_is_judged_beside_runs_without_it(change, against):
     bases = [trained("compiled", seed, BLOCKS, 5.0 + seed) for seed in range(6)]
     changed = [trained("compiled", seed, nats=5.03 + seed, **change) for seed in range(5)]
     other = [trained("cce_kahan", seed, nats=7.0, **change) for seed in range(5)]  # with no run beside them
@@ -26,7 +26,7 @@ def test_a_change_of_the_blocks_is_judged_beside_runs_without_it(change: dict[st
     assert not changes_of_loss(bases)
 
 
-def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change() -> None:
+def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change():
     compiled, float8 = "trainer.compile=blocks trainer.float8=none", "trainer.compile=blocks trainer.float8=blocks"
     plain = [trained("compiled", seed, "trainer.compile=none trainer.float8=none", 5.0 + seed) for seed in range(5)]
     blocks = [trained("compiled", seed, compiled, 5.001 + seed) for seed in range(5)]
@@ -38,7 +38,7 @@ def test_compiled_blocks_are_judged_beside_plain_ones_and_beside_no_other_change
     ]
 
 
-def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled() -> None:
+def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled():
     def way(accumulate: str, nats: float) -> list[Run]:
         options = {"accumulate": accumulate, "workspace_mib": 128}
         return [
@@ -75,5 +75,5 @@ def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled() 
         ("liger accumulate=fp32", ["liger accumulate=kahan", "cce_kahan"], []),
     ],
 )
-def test_filters_are_compared_with_the_exact_loss_and_sums_with_compensated_ones(backend, others, expected) -> None:
+def test_filters_are_compared_with_the_exact_loss_and_sums_with_compensated_ones(backend, others, expected):
     assert own_baselines(backend, others) == expected

@@ -26,7 +26,7 @@ def found(*others: Row) -> dict[tuple[str, str | None], StepSpeed]:
     return {(one.verdict.backend, one.verdict.against): one for one in step_speeds([ROW, *others])}
 
 
-def test_the_ratio_is_of_tokens_per_second_and_each_round_is_a_pair() -> None:
+def test_the_ratio_is_of_tokens_per_second_and_each_round_is_a_pair():
     eager = times(ROW, 1.2, loss="standard")
     speeds = found(replace(ROW, loss=AGAIN), eager, times(ROW, 0.9, loss="cce_kahan"))
     ours = speeds["cce_kahan", "compiled"]
@@ -38,24 +38,24 @@ def test_the_ratio_is_of_tokens_per_second_and_each_round_is_a_pair() -> None:
     assert speeds[AGAIN, "compiled"].verdict.value == 1
 
 
-def test_what_shares_no_process_with_its_baseline_has_no_verdict() -> None:
+def test_what_shares_no_process_with_its_baseline_has_no_verdict():
     out = replace(ROW, loss="standard", status="out_of_memory", wall_ms=[])
     assert found(out, times(ROW, 0.9, loss="cce_kahan", run="b")) == {}
 
 
-def test_a_step_that_waits_for_the_host_decides_nothing() -> None:
+def test_a_step_that_waits_for_the_host_decides_nothing():
     slow = times(ROW, 1.0, loss="cce_kahan", host_ms=[99.0] * 5)
     verdict = found(slow)["cce_kahan", "compiled"].verdict
     assert (verdict.verdict, verdict.remark) == ("inconclusive", CPU_BOUND)
 
 
-def test_four_rounds_decide_nothing() -> None:
+def test_four_rounds_decide_nothing():
     few = {"wall_ms": ROW.wall_ms[:4], "host_ms": ROW.host_ms[:4]}
     [speed] = step_speeds([replace(ROW, **few), replace(ROW, loss="cce_kahan", **few)])  # type: ignore[arg-type]
     assert (speed.verdict.verdict, speed.verdict.remark) == ("inconclusive", "n = 4, needs 5")
 
 
-def test_a_line_is_named_by_what_tells_it_apart() -> None:
+def test_a_line_is_named_by_what_tells_it_apart():
     full = f"{LINE} trainer.activation_checkpointing=full"
     small = replace(ROW, line=SMALL, size="350m", v=32000)
     larger = f"{SMALL.replace('32000', '131072')} optimizer=muon"
@@ -68,7 +68,7 @@ def test_a_line_is_named_by_what_tells_it_apart() -> None:
     }
 
 
-def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_batches() -> None:
+def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_batches():
     line = f"{LINE} trainer.activation_checkpointing=none"
     own = [replace(ROW, line=line, loss=loss, batch=batch) for loss, batch in (("compiled", 8), (AGAIN, 8))]
     own += [replace(own[0], loss="standard", batch=5), replace(own[0], loss="cce_kahan", batch=8)]
@@ -78,7 +78,7 @@ def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_ba
     assert {one.verdict.target for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
 
 
-def test_lines_are_compared_by_their_times_and_gains() -> None:
+def test_lines_are_compared_by_their_times_and_gains():
     other = f"{LINE} model.chunk_size=128"
     ours = replace(ROW, loss="cce_kahan", wall_ms=[90.0, 91.0, 89.0, 90.0, 90.5])
     rows = [ROW, ours, times(ROW, 1.1, line=other), times(ours, 1.21, line=other), replace(ROW, loss="liger")]

@@ -59,7 +59,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return {**checkpoint.model_tensors(model), **checkpoint.optimizer_tensors(model, optimizer)}
 
 
-def test_model_optimizer_progress_and_generators_come_back(tmp_path: Path) -> None:
+def test_model_optimizer_progress_and_generators_come_back(tmp_path):
     model, optimizer = saved(tmp_path, 7)
     drawn = torch.rand(3)
     other, other_optimizer = build()
@@ -78,7 +78,7 @@ def test_model_optimizer_progress_and_generators_come_back(tmp_path: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path, monkeypatch):
     """Training continues while a checkpoint is written."""
     model, optimizer = build()
     expected = {name: tensor.clone() for name, tensor in values(model, optimizer).items()}
@@ -102,7 +102,7 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path: Path, monkeyp
     assert not torch.equal(next(model.parameters()), next(other.parameters()))
 
 
-def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path):
     (tmp_path / "step_00000009.partial/tensors").mkdir(parents=True)
     saved(tmp_path, 1, 2, 3, 4, keep=2)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000003", "step_00000004"]
@@ -110,7 +110,7 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path: Path) -> None
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer, "FILE_BYTES", 200)
     model, optimizer = saved(tmp_path, 1)
     [path] = checkpoint.found(tmp_path)
@@ -123,9 +123,7 @@ def test_large_states_are_cut_into_files_that_fit_in_memory(tmp_path: Path, monk
     assert all(torch.equal(tensor, expected[name]) for name, tensor in values(other, other_optimizer).items())
 
 
-def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(tmp_path, capsys):
     saved(tmp_path, 1, 2)
     first, second = checkpoint.found(tmp_path)
     names = sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
@@ -149,9 +147,7 @@ def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(
     assert checkpoint.newest(tmp_path) == first, "a file that was not written with it is read by nobody"
 
 
-def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(tmp_path, monkeypatch):
     model, optimizer = build()
     saver = checkpointer.Checkpointer(tmp_path, keep=2)
     saver.save(progress(1), model, optimizer, "")
@@ -171,9 +167,7 @@ def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000004"
 
 
-def test_a_file_system_that_cannot_flush_a_directory_takes_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_cannot_flush_a_directory_takes_checkpoints(tmp_path, monkeypatch):
     flush = os.fsync
 
     def refuses(descriptor: int) -> None:
@@ -186,9 +180,7 @@ def test_a_file_system_that_cannot_flush_a_directory_takes_checkpoints(
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000001"
 
 
-def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
     done: list[str] = []
     rename = Path.rename
     monkeypatch.setattr(checkpointer, "sync", lambda path: done.append(path.name))
@@ -198,13 +190,13 @@ def test_every_file_is_flushed_before_the_checkpoint_gets_its_name(
     assert {file.name for file in path.rglob("*")} <= set(done[: done.index("renamed")])
 
 
-def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
+def test_another_model_is_refused_by_name_and_shape(tmp_path):
     saved(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"0.bias is \(6,\) in the checkpoint and \(5,\) in this model"):
         checkpoint.load_model(checkpoint.found(tmp_path)[0], build(5)[0])
 
 
-def test_there_is_no_pickle_in_a_checkpoint_and_none_is_read(tmp_path: Path) -> None:
+def test_there_is_no_pickle_in_a_checkpoint_and_none_is_read(tmp_path):
     saved(tmp_path, 1)
     [path] = checkpoint.found(tmp_path)
     suffixes = {file.suffix for file in path.rglob("*") if file.is_file()}

@@ -1,7 +1,6 @@
 """A learning-rate schedule ends at its planned step, whether a run is stopped, continued or part of a sweep."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from linrnn.training.checkpoint import found, read_progress
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 COSINE = ("schedule.warmup_steps=2", "trainer.max_steps=8")
 
 
@@ -23,7 +21,7 @@ def records(directory: Path, key: str) -> list[tuple[int, float]]:
     return [(line["step"], line[key]) for line in lines if key in line]
 
 
-def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) -> None:
+def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small):
     whole = fitted(small(*COSINE, "group=whole")).directory.path
     early = small(*COSINE, "group=stopped", "schedule.steps=8")
     stopped = fitted([*early, "trainer.max_steps=4"])
@@ -35,9 +33,7 @@ def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small: Small) 
         assert records(stopped.directory.path, key) == records(whole, key)
 
 
-def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(small, monkeypatch):
     early = small(*COSINE, "schedule.steps=8", "trainer.checkpoint_every=5")
     stopped = fitted([*early, "trainer.max_steps=4"])
     longer = Trainer(load_config(early))
@@ -66,7 +62,7 @@ class Killed(BaseException):
         raise cls
 
 
-def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small: Small) -> None:
+def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small):
     run = small("run_name=run")
     directory = fitted(run).directory.path
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
@@ -82,9 +78,7 @@ def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named
     ("more", "first", "then"),
     [([], 6, 9), (["run_name=run", "schedule.steps=6"], 6, 9)],
 )
-def test_a_constant_schedule_goes_on_as_one_that_never_stopped(
-    more: list[str], first: int, then: int, small: Small, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_constant_schedule_goes_on_as_one_that_never_stopped(more, first, then, small, capsys):
     constant = small("schedule=constant", *more)
     fitted([*constant, f"trainer.max_steps={first}"])
     capsys.readouterr()
@@ -107,9 +101,7 @@ def test_a_constant_schedule_goes_on_as_one_that_never_stopped(
         ([], "trainer.log_every", "names do not tell these values of trainer.log_every apart"),
     ],
 )
-def test_points_that_would_share_a_directory_are_refused_by_name(
-    small: Small, shared: list[str], varied: str, remedy: str
-) -> None:
+def test_points_that_would_share_a_directory_are_refused_by_name(small, shared, varied, remedy):
     with pytest.raises(ConfigError, match=f"the points {varied}=1 and {varied}=2 would share") as error:
         foresee([small(*shared, f"{varied}={value}") for value in (1, 2)])
     assert remedy in error.value.remedy

@@ -19,7 +19,6 @@ from linrnn.training.checkpoint import found
 from linrnn.training.run_log import StepRecord
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 Patch = pytest.MonkeyPatch
 
 
@@ -44,9 +43,7 @@ def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -
 
 
 # ------------------------------------------------------------------------------------------------ asking the ranks
-def test_between_steps_no_rank_waits_for_the_answer_of_another(
-    small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
-) -> None:
+def test_between_steps_no_rank_waits_for_the_answer_of_another(small, group_of_one, monkeypatch):
     """A step's question is answered while the next step runs. Only the loss is summed at once, where the device is."""
     events: list[str] = []
     ask = DistributedRanks.largest_later
@@ -68,8 +65,8 @@ def test_between_steps_no_rank_waits_for_the_answer_of_another(
 
 @pytest.mark.parametrize(("several", "end"), [(False, 3), (True, 4)])
 def test_a_signal_ends_one_process_after_its_step_and_several_one_step_later(
-    several: bool, end: int, small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
-) -> None:
+    several, end, small, group_of_one, monkeypatch
+):
     trainer = Trainer(load_config(small("trainer.max_steps=9")), group_of_one if several else Ranks())
     signalled = SimpleNamespace(signal_number=15)
     before(monkeypatch, trainer, "train_step", lambda: trainer.step == 2 and vars(trainer.stop).update(vars(signalled)))
@@ -78,9 +75,7 @@ def test_a_signal_ends_one_process_after_its_step_and_several_one_step_later(
     assert found(trainer.directory.checkpoints)[-1].name == f"step_{end:08d}"
 
 
-def test_several_ranks_save_once_when_the_clock_asks(
-    small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
-) -> None:
+def test_several_ranks_save_once_when_the_clock_asks(small, group_of_one, monkeypatch):
     """A checkpoint is asked for after step 2 and written after step 3. Nobody asks again in between."""
     trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")), group_of_one)
     own = trainer.checkpointer
@@ -90,7 +85,7 @@ def test_several_ranks_save_once_when_the_clock_asks(
 
 
 # ---------------------------------------------------------------------------------------------------- reading late
-def test_a_steps_results_are_read_once_the_next_step_is_under_way(small: Small, monkeypatch: Patch) -> None:
+def test_a_steps_results_are_read_once_the_next_step_is_under_way(small, monkeypatch):
     events: list[tuple[str, int]] = []
     before(monkeypatch, Trainer, "train_step", lambda self: events.append(("step", self.step + 1)))
     before(monkeypatch, StepRecord, "read", lambda self: events.append(("read", self.step)))
@@ -101,9 +96,7 @@ def test_a_steps_results_are_read_once_the_next_step_is_under_way(small: Small, 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("several", [False, True])
-def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(
-    last: bool, several: bool, small: Small, group_of_one: DistributedRanks, monkeypatch: Patch
-) -> None:
+def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(last, several, small, group_of_one, monkeypatch):
     """The error names the step, although it may come one step later."""
     bad = 5 if last else 3
     options = ("trainer.max_steps=5", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9")
@@ -130,9 +123,7 @@ class Cycle:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(
-    apart: bool, fails: bool, small: Small, monkeypatch: Patch
-) -> None:
+def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(apart, fails, small, monkeypatch):
     """Objects may be set apart by others before the run; they stay so. (The numbers of objects here are made up.)"""
     counted = [7 if apart else 0]
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counted[-1])
@@ -165,7 +156,7 @@ def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["standard", "cce_kahan"])
 @pytest.mark.parametrize("model", ["gla", "transformer"])
-def test_on_a_gpu_a_step_never_makes_the_host_wait(model: str, loss: str, small: Small, monkeypatch: Patch) -> None:
+def test_on_a_gpu_a_step_never_makes_the_host_wait(model, loss, small, monkeypatch):
     """After the warm-up every call that makes the host wait for the device is an error inside a step."""
     step = Trainer.train_step
 

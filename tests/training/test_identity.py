@@ -46,7 +46,7 @@ LINKS = ("linked/a.txt", "HOME/linked/a.txt", "other_name.txt", "~/texts/a.txt",
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.valid_path", "data.tokenizer", "init_from", "continue_from"])
-def test_names_do_not_depend_on_the_spelling_of_a_path(key: str, on_text: Small, home: Path) -> None:
+def test_names_do_not_depend_on_the_spelling_of_a_path(key, on_text, home):
     spelt = [path.replace("HOME", str(home)) for path in (*SPELLINGS, *LINKS)]
     names = {run_name(load_config(on_text("data.path=texts", f"{key}={path}"))) for path in spelt}
     assert len(names) == 1, names
@@ -57,7 +57,7 @@ def test_names_do_not_depend_on_the_spelling_of_a_path(key: str, on_text: Small,
     assert "-path_a.txt_" in run_name(load_config(["data=text", "data.path=texts/a.txt"])), "for people"
 
 
-def test_a_name_on_the_hub_is_no_path_and_a_list_is_many(home: Path) -> None:
+def test_a_name_on_the_hub_is_no_path_and_a_list_is_many(home):
     for name in ("gpt2", "openai-community/gpt2"):
         assert resolved(name, of_hub=True) == name
     (home / "gpt2").mkdir()
@@ -70,7 +70,7 @@ def test_a_name_on_the_hub_is_no_path_and_a_list_is_many(home: Path) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["HOME/texts/a.txt", "linked/a.txt", "~/other_name.txt"])
-def test_a_run_goes_on_under_another_spelling_of_its_path(spelling: str, on_text: Small, home: Path) -> None:
+def test_a_run_goes_on_under_another_spelling_of_its_path(spelling, on_text, home):
     first = fitted(on_text("data.path=texts/a.txt", *THREE))
     second = fitted(on_text(f"data.path={spelling.replace('HOME', str(home))}", *SIX))
     assert second.directory.path == first.directory.path
@@ -78,7 +78,7 @@ def test_a_run_goes_on_under_another_spelling_of_its_path(spelling: str, on_text
     assert len(losses(second)) == 6
 
 
-def test_a_run_goes_on_under_another_spelling_of_the_run_that_it_began_from(small: Small, tmp_path: Path) -> None:
+def test_a_run_goes_on_under_another_spelling_of_the_run_that_it_began_from(small, tmp_path):
     source = fitted(small(*THREE)).directory.path
     (tmp_path / "link").symlink_to(source)
     for key in ("init_from", "continue_from"):
@@ -88,7 +88,7 @@ def test_a_run_goes_on_under_another_spelling_of_the_run_that_it_began_from(smal
         assert len({names_of_run(run.config, "", 1)["training"] for run in runs}) == 1, "reports compare it"
 
 
-def test_a_named_run_goes_on_when_its_text_and_tokenizer_have_moved(on_text: Small, home: Path) -> None:
+def test_a_named_run_goes_on_when_its_text_and_tokenizer_have_moved(on_text, home):
     first = fitted(on_text("data.path=texts/a.txt", "run_name=foo", *THREE))
     (home / "elsewhere").mkdir()
     shutil.copy(home / "texts/a.txt", home / "elsewhere/renamed.txt")
@@ -98,7 +98,7 @@ def test_a_named_run_goes_on_when_its_text_and_tokenizer_have_moved(on_text: Sma
     assert "resuming at step 3" in (second.directory.path / "train.log").read_text()
 
 
-def test_other_text_under_the_same_path_is_no_continuation(on_text: Small, home: Path) -> None:
+def test_other_text_under_the_same_path_is_no_continuation(on_text, home):
     run = on_text("data.path=texts/a.txt", "data.tokenizer=null")
     finished = fitted(run)
     shutil.copy(home / "texts/b.txt", home / "texts/a.txt")

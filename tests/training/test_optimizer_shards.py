@@ -35,7 +35,7 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
     return layer
 
 
-def test_adamw_on_own_rows_takes_torchs_steps(mesh: DeviceMesh) -> None:
+def test_adamw_on_own_rows_takes_torchs_steps(mesh):
     config = load_config().optimizer
     ours, theirs = sharded(mesh), sharded(mesh)
     optimizer = build_optimizer(ours, config, CPU)
@@ -51,7 +51,7 @@ def test_adamw_on_own_rows_takes_torchs_steps(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e3, None])
-def test_clipping_own_rows_gives_torchs_norm_and_gradients(mesh: DeviceMesh, max_norm: float | None) -> None:
+def test_clipping_own_rows_gives_torchs_norm_and_gradients(mesh, max_norm):
     ours, theirs = sharded(mesh), sharded(mesh)
     norm = clip_gradients(ours.parameters(), max_norm)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
@@ -61,7 +61,7 @@ def test_clipping_own_rows_gives_torchs_norm_and_gradients(mesh: DeviceMesh, max
         torch.testing.assert_close(_grad(one), _grad(other), rtol=1e-6, atol=0)
 
 
-def test_sharded_and_whole_gradients_are_not_mixed(mesh: DeviceMesh) -> None:
+def test_sharded_and_whole_gradients_are_not_mixed(mesh):
     layer = sharded(mesh)
     whole = nn.Parameter(torch.zeros(2))
     whole.grad = torch.ones(2)

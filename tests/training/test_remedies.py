@@ -19,7 +19,6 @@ from linrnn.training.plan import lighter, make_training_plan
 from linrnn.training.runtime import resolve_precision
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 FOO = "run_name=foo"
 OVERRIDE = re.compile(r"(?<![\w.=/-])[a-z_]+(?:\.[a-z_0-9]+)*=[^\s;,()']+")
 
@@ -91,15 +90,8 @@ TOKENS = ("trainer.max_steps=null", f"trainer.max_tokens={2 * 160 + 9}")
     ],
 )
 def test_with_each_override_of_a_remedy_the_command_runs(
-    before: list[str],
-    overrides: list[str],
-    cause: str,
-    number: int,
-    small: Small,
-    each_way: Callable[[str, int], Iterator[list[str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    before, overrides, cause, number, small, each_way, tmp_path, monkeypatch
+):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     if torch.cuda.is_available() and "GPU" in cause + "CUDA":
@@ -122,13 +114,7 @@ def test_with_each_override_of_a_remedy_the_command_runs(
         (["schedule=constant"], 3),
     ],
 )
-def test_what_a_finished_run_offers_runs(
-    overrides: list[str],
-    number: int,
-    small: Small,
-    each_way: Callable[[str, int], Iterator[list[str]]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_finished_run_offers_runs(overrides, number, small, each_way, capsys):
     given = small(*overrides)
     trained(given)
     capsys.readouterr()
@@ -139,9 +125,7 @@ def test_what_a_finished_run_offers_runs(
         assert "nothing was run" not in capsys.readouterr().out, way
 
 
-def test_a_checkpoint_of_another_schedule_can_be_taken_over(
-    small: Small, each_way: Callable[[str, int], Iterator[list[str]]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_schedule_can_be_taken_over(small, each_way, tmp_path):
     run = small("schedule.steps=5")
     [newest] = checkpoint.found(fitted(run).directory.checkpoints)
     state = read_state(newest)
@@ -153,9 +137,7 @@ def test_a_checkpoint_of_another_schedule_can_be_taken_over(
         trained([*run, "trainer.max_steps=5", *way])
 
 
-def test_a_disk_without_room_has_room_without_checkpoints(
-    small: Small, each_way: Callable[[str, int], Iterator[list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_has_room_without_checkpoints(small, each_way, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
     with pytest.raises(LinrnnError, match="no room for 1 checkpoint") as error:
         trained(small())
@@ -164,7 +146,7 @@ def test_a_disk_without_room_has_room_without_checkpoints(
 
 
 @pytest.mark.parametrize("compile", ["blocks", "model"])
-def test_what_the_plan_refuses_it_takes_with_the_remedy(compile: str, small: Small) -> None:
+def test_what_the_plan_refuses_it_takes_with_the_remedy(compile, small):
     refused = small("trainer.activation_checkpointing=selective", f"trainer.compile={compile}")
     with pytest.raises(LinrnnError, match="a compiled block shows none") as error:
         make_training_plan(load_config(refused))
@@ -186,9 +168,7 @@ RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         (["parallel=none"], "a launcher started 2 processes", 1),
     ],
 )
-def test_what_the_plan_of_two_ranks_refuses_it_takes_with_the_remedy(
-    overrides: list[str], cause: str, number: int, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_plan_of_two_ranks_refuses_it_takes_with_the_remedy(overrides, cause, number, small, monkeypatch):
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LinrnnError, match=cause) as error:
@@ -212,7 +192,7 @@ LOSSES = ("standard", "cce_kahan", "compiled")
         ["trainer.precision=bf16", "model=kda", "optimizer=muon"],
     ],
 )
-def test_what_saves_memory_is_not_in_use_and_runs(loss: str, more: list[str], small: Small) -> None:
+def test_what_saves_memory_is_not_in_use_and_runs(loss, more, small):
     run = small(f"loss={loss}", *more)
     remedy = lighter(load_config(run))
     for way in ways(remedy):
@@ -227,9 +207,7 @@ def test_what_saves_memory_is_not_in_use_and_runs(loss: str, more: list[str], sm
         assert before.batch_size * before.accumulation_steps == after.batch_size * after.accumulation_steps
 
 
-def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(small, monkeypatch):
     monkeypatch.setattr(plan, "available_memory", lambda: 1 << 30)
     with pytest.raises(LinrnnError, match="a training step needs") as error:
         fitted(small("trainer.batch_size=4096", "loss=cce_kahan"))
@@ -246,9 +224,7 @@ def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(
         (["parallel=fsdp"], ["more GPUs"], ["parallel=fsdp", "trainer.precision"]),
     ],
 )
-def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(
-    overrides: list[str], named: list[str], unnamed: list[str], small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(overrides, named, unnamed, small, monkeypatch):
     config = load_config(small(*overrides))
     gpu = torch.device("cuda")
     too_large = plan.Plan(config, gpu, resolve_precision(config.trainer.precision, gpu))
@@ -260,7 +236,7 @@ def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(
 
 
 # ---------------------------------------------------------------------------------------------------------- sweeps
-def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(small: Small) -> None:
+def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(small):
     points = [small("schedule.steps=100", f"trainer.max_steps={steps}") for steps in (1, 2)]
     with pytest.raises(LinrnnError, match="would share") as error:
         foresee(points)
@@ -273,7 +249,7 @@ def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(small: 
     assert len(foresee([last_of_each([*point, *way]) for point in constant])) == 2
 
 
-def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(small: Small) -> None:
+def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(small):
     fitted(small("schedule.steps=100"))
     shorter = small("schedule.steps=100", "trainer.max_steps=2")
     with pytest.raises(LinrnnError, match="stops at 2") as error:

@@ -66,9 +66,7 @@ def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_run_continues_bit_for_bit(
-    number: signal.Signals, small: Callable[..., list[str]], unbroken: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_run_continues_bit_for_bit(number, small, unbroken, tmp_path):
     overrides = small(*LONG, "group=broken")
     directory = tmp_path / "results/broken" / unbroken.name
     process = start(run_script, "train.py", overrides, tmp_path / "log")
@@ -98,7 +96,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert summary["valid_loss_nats"] == reference["valid_loss_nats"]
 
 
-def test_a_run_outlives_the_reader_of_its_output(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_outlives_the_reader_of_its_output(small, tmp_path):
     pipe, directory = tmp_path / "pipe", tmp_path / "results/default/run"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -121,9 +119,7 @@ def bytes_below(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(small, capsys, monkeypatch):
     first = Trainer(load_config(small("run_name=run")))
     summary = first.fit()
     before = bytes_below(first.directory.path)
@@ -137,7 +133,7 @@ def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
         assert choice in output
 
 
-def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]]) -> None:
+def test_a_refused_process_keeps_every_byte_too(small):
     run = small("run_name=run", "schedule.steps=5")
     trainer = fitted(run)
     before = bytes_below(trainer.directory.path)
@@ -152,7 +148,7 @@ def test_a_refused_process_keeps_every_byte_too(small: Callable[..., list[str]])
     assert bytes_below(trainer.directory.path) == before
 
 
-def test_a_run_goes_on_with_other_operational_keys_and_says_which(small: Callable[..., list[str]]) -> None:
+def test_a_run_goes_on_with_other_operational_keys_and_says_which(small):
     first = fitted(small("schedule.steps=6"))
     keys = ("trainer.checkpoint_every=1", "trainer.valid_every=2", "trainer.warmup_measurement_steps=1")
     more = small("schedule.steps=6", "trainer.max_steps=6", *keys)
@@ -170,7 +166,7 @@ def processes(directory: Path) -> list[dict[str, Any]]:
     return json.loads((directory / "environment.json").read_text())["processes"]
 
 
-def test_never_moves_the_old_run_aside_and_must_needs_one(small: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_never_moves_the_old_run_aside_and_must_needs_one(small, tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         Trainer(load_config(small("trainer.resume=must")))
     first = Trainer(load_config(small()))
@@ -198,9 +194,7 @@ def damage(checkpoint: Path) -> Path:
     return tensors
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(small, capsys):
     plan = ("trainer.checkpoint_every=2", "schedule.steps=6", "trainer.keep_checkpoints=2")
     trainer = fitted(small(*plan, "trainer.max_steps=4"))
     newest = damage(found(trainer.directory.checkpoints)[-1])
@@ -214,9 +208,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert kept == ["step_00000003", "step_00000006"], "the damaged one of step 4 crowded out a good one"
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_begins_again(
-    small: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_begins_again(small, capsys):
     plan = ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=1", "schedule.steps=6")
     directory = fitted(small(*plan, "trainer.max_steps=4")).directory
     damage(found(directory.checkpoints)[0])
@@ -239,7 +231,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_begins_again(
     assert kept == [["2"], ["4"], ["6"]], "a damaged one takes no place of a sound one"
 
 
-def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., list[str]]) -> None:
+def test_a_diverging_run_keeps_its_last_good_checkpoint(small):
     overrides = small(
         "trainer.max_steps=40",
         "trainer.checkpoint_every=1",
@@ -255,7 +247,7 @@ def test_a_diverging_run_keeps_its_last_good_checkpoint(small: Callable[..., lis
     assert found(trainer.directory.checkpoints)
 
 
-def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small: Callable[..., list[str]]) -> None:
+def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small):
     """The loss of the last step is that before its update. Only the validation sees the weights after it."""
     plan = ("trainer.max_steps=1", "optimizer.lr=1e39", "schedule=constant", "schedule.warmup_steps=0")
     trainer = Trainer(load_config(small(*plan)))
@@ -267,9 +259,7 @@ def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small: Callabl
     assert "validation after step 1" in summary["reason"]
 
 
-def test_a_perplexity_beyond_a_double_is_null_in_the_summary(
-    small: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_perplexity_beyond_a_double_is_null_in_the_summary(small, monkeypatch):
     monkeypatch.setattr(trainer_module, "evaluate", lambda *_, **__: Evaluation(1e3, math.inf, None, n_tokens=9))
     summary = Trainer(load_config(small("trainer.max_steps=1"))).fit()
     assert (summary["status"], summary["valid_loss_nats"], summary["valid_perplexity"]) == ("finished", 1e3, None)

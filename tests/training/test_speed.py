@@ -16,7 +16,6 @@ from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run, waits
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 TOKENS = 160  # of a step of the small run
 
 
@@ -25,9 +24,7 @@ def step_records(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
-    log_every: int, small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, small, monkeypatch, capsys):
     """Writing metrics takes a quarter of a second. This time lies between steps, while a GPU would be idle."""
     seconds = 0.25
     write = JsonlWriter.write
@@ -55,7 +52,7 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(
     assert "on the device" not in out
 
 
-def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch):
     """Each takes half a second every time. All steps, and the host's work between them, are counted once."""
     from linrnn.training import checkpointer
     from linrnn.training import trainer as module
@@ -97,7 +94,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small: Small, monke
     assert measured < before_last + last - 1.9
 
 
-def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> None:
+def test_a_resumed_run_has_the_figures_of_all_its_processes(small):
     """The last process makes four steps, all of them warm-up."""
     options = ("trainer.warmup_measurement_steps=5", "schedule.steps=24")
     first = Trainer(load_config(small(*options, "trainer.max_steps=12"))).fit()
@@ -112,9 +109,7 @@ def test_a_resumed_run_has_the_figures_of_all_its_processes(small: Small) -> Non
     assert third["measured_steps"] == 7 + 3
 
 
-def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(small, monkeypatch, capsys):
     """The second process of the run shares its GPU, the first had its own."""
     options = ("trainer.warmup_measurement_steps=1", "schedule.steps=8")
     alone = Trainer(load_config(small(*options, "trainer.max_steps=4"))).fit()
@@ -146,9 +141,7 @@ def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(
     assert "tokens/s by wall clock" not in said
 
 
-def test_memory_that_runs_out_on_a_shared_gpu_is_a_failure_with_a_remedy(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_on_a_shared_gpu_is_a_failure_with_a_remedy(small, monkeypatch):
     def full(*_: Any) -> Any:
         raise RuntimeError("CUDA out of memory")
 
@@ -166,7 +159,7 @@ def record(**metrics: Any) -> dict[str, Any]:
     return {"step": 1, **{f"speed/{name}": value for name, value in metrics.items()}}
 
 
-def test_figures_weigh_records_by_their_steps() -> None:
+def test_figures_weigh_records_by_their_steps():
     records = [
         {"step": 1, "train/loss_nats": 1.0},  # warm-up
         record(wall_step_ms=30.0, step_ms=10.0, measured_steps=1),
@@ -187,7 +180,7 @@ def test_figures_weigh_records_by_their_steps() -> None:
     assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)
 
 
-def test_memory_is_the_most_of_any_process() -> None:
+def test_memory_is_the_most_of_any_process():
     records = [
         {"step": 6, "memory/peak_gib": 1.5, "memory/optimizer_gib": 0.25},
         {"step": 9, "valid/loss_nats": 1.0, "memory/peak_gib": 1.25},
@@ -196,7 +189,7 @@ def test_memory_is_the_most_of_any_process() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small, monkeypatch):
     write = JsonlWriter.write
 
     def slow(self: JsonlWriter, record: dict[str, Any]) -> None:
@@ -210,7 +203,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small: Small, monkey
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None:
+def test_on_a_gpu_no_record_beside_a_validation_stands_out(small):
     """The host reads the last step before a validation at once, and every other step after the next has begun."""
     trainer = fitted(small("trainer.max_steps=30", "trainer.valid_every=4", "device=cuda"))
     measured = [r for r in step_records(trainer) if "speed/step_ms" in r]
@@ -219,7 +212,7 @@ def test_on_a_gpu_no_record_beside_a_validation_stands_out(small: Small) -> None
         assert record["speed/wall_step_ms"] >= 0.99 * record["speed/step_ms"], record["step"]
 
 
-def test_every_record_and_summary_and_line_of_the_log_has_its_date(small: Small) -> None:
+def test_every_record_and_summary_and_line_of_the_log_has_its_date(small):
     from datetime import UTC, datetime
 
     began = datetime.now(UTC).replace(microsecond=0)

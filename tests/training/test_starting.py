@@ -25,7 +25,7 @@ FLAT = ("schedule=constant", "schedule.warmup_steps=0")
 
 
 # --------------------------------------------------------------------------------------------------- continue_from
-def test_a_continued_run_takes_the_steps_that_the_first_would_have_taken(small: Small) -> None:
+def test_a_continued_run_takes_the_steps_that_the_first_would_have_taken(small):
     whole = fitted(small(*FLAT, "trainer.max_steps=6", "group=whole"))
     first = fitted(small(*FLAT))
     second = fitted(small(*FLAT, f"continue_from={first.directory.path}"))
@@ -35,9 +35,7 @@ def test_a_continued_run_takes_the_steps_that_the_first_would_have_taken(small: 
     assert losses(weights_alone) != losses(second)
 
 
-def test_the_plan_may_change_and_what_is_continued_is_recorded(
-    small: Small, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_may_change_and_what_is_continued_is_recorded(small, capsys):
     first = fitted(small())
     step = found(first.directory.checkpoints)[-1]
     plan = ("trainer.batch_size=4", "loss=standard", "optimizer.lr=0.001", "schedule.steps=4", "seed=1")
@@ -79,9 +77,7 @@ def run(small_of_module: Small) -> str:
         (["continue_from=EXPORT"], ConfigError, "is a Hugging Face directory, and no run"),
     ],
 )
-def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
-    overrides: list[str], error: type[Exception], cause: str, small: Small, run: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_continued_is_refused_and_leaves_nothing(overrides, error, cause, small, run, tmp_path):
     for directory in ("empty", "export"):
         (tmp_path / directory).mkdir()
     (tmp_path / "export/config.json").touch()
@@ -93,16 +89,14 @@ def test_what_cannot_be_continued_is_refused_and_leaves_nothing(
 
 
 # ------------------------------------------------------------------------------------------------------- init_from
-def test_weights_of_another_model_are_refused_before_a_model_is_built(
-    small: Small, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_another_model_are_refused_before_a_model_is_built(small, run, monkeypatch):
     monkeypatch.setattr("linrnn.training.trainer.BlankModel", None)
     with pytest.raises(ConfigError, match="it is a gla and this run has model=kda") as error:
         Trainer(load_config(small(f"init_from={run}", "model=kda")))
     assert error.value.remedy == "use model=gla, or another init_from"
 
 
-def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small: Small, tmp_path: Path) -> None:
+def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small, tmp_path):
     first = fitted(small("model=fla", "model.config=delta_net", "model.attention_every=2"))
     with pytest.raises(ConfigError, match="it is a delta_net and this run has model=gla") as error:
         Trainer(load_config(small(f"init_from={first.directory.path}", "model=gla", "group=other")))
@@ -114,7 +108,7 @@ def test_weights_of_another_model_of_fla_are_refused_and_the_way_is_named(small:
     assert f"use model=fla model.config={tmp_path}/out" in error.value.remedy
 
 
-def test_a_checkpoint_with_nan_is_refused_on_loading(small: Small, tmp_path: Path) -> None:
+def test_a_checkpoint_with_nan_is_refused_on_loading(small, tmp_path):
     copy = shutil.copytree(fitted(small()).directory.path, tmp_path / "copy")
     checkpoint = found(copy / "checkpoints")[-1]
     [file] = (checkpoint / "tensors").glob("*.safetensors")
@@ -129,9 +123,7 @@ def test_a_checkpoint_with_nan_is_refused_on_loading(small: Small, tmp_path: Pat
         Trainer(load_config(small(f"init_from={copy}", "group=other"))).fit()
 
 
-def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(
-    small: Small, run: str, tmp_path: Path
-) -> None:
+def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_them_fit(small, run, tmp_path):
     other = small(f"init_from={run}", "group=other", "size.hidden_size=64", "size.num_layers=1", "size.vocab_size=600")
     other += ["size.mixers.gla.num_heads=1", "size.tie_embeddings=true"]
     with pytest.raises(ConfigError, match="the dimensions differ from size=smoke") as error:
@@ -155,9 +147,7 @@ def texts(small: Small, tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "export"])
-def test_another_tokenizer_is_refused_and_the_remedy_helps(
-    source: str, texts: Callable[[str], list[str]], tmp_path: Path
-) -> None:
+def test_another_tokenizer_is_refused_and_the_remedy_helps(source, texts, tmp_path):
     first = fitted(texts("cats"))
     where = {"run": first.directory.path, "export": tmp_path / "out"}
     where["checkpoint"] = found(first.directory.checkpoints)[-1]
@@ -172,7 +162,7 @@ def test_another_tokenizer_is_refused_and_the_remedy_helps(
     assert Trainer(load_config([*other, remedy])).data.tokenizer.hash == first.data.tokenizer.hash
 
 
-def test_continue_from_asks_for_the_same_tokenizer(texts: Callable[[str], list[str]]) -> None:
+def test_continue_from_asks_for_the_same_tokenizer(texts):
     first = fitted(texts("cats"))
     other = Trainer(load_config([*texts("dogs"), f"continue_from={first.directory.path}"]))
     with pytest.raises(ConfigError, match="another tokenizer") as error:
@@ -180,9 +170,7 @@ def test_continue_from_asks_for_the_same_tokenizer(texts: Callable[[str], list[s
     assert f"data.tokenizer={first.directory.path}/tokenizer.json" in error.value.remedy
 
 
-def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vocabulary(
-    small: Small, texts: Callable[[str], list[str]], tmp_path: Path
-) -> None:
+def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vocabulary(small, texts, tmp_path):
     run = fitted(small())  # generated text has no tokenizer
     export(load_trained(str(run.directory.path), torch.device("cpu")), tmp_path / "out")
     fitting = fitted(small(f"init_from={tmp_path}/out", "group=other"))
@@ -195,7 +183,7 @@ def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vo
     assert "tokenizer.json" in error.value.remedy
 
 
-def test_a_model_of_the_hub_is_looked_up_once(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_looked_up_once(small, tmp_path, monkeypatch):
     """A later look-up could give files of another revision, whose tokenizer nobody has checked."""
     run = fitted(small())
     export(load_trained(str(run.directory.path), torch.device("cpu")), tmp_path / "out")

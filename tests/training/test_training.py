@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ from linrnn.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def records(trainer: Trainer) -> list[dict[str, Any]]:
@@ -36,7 +34,7 @@ def records(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small: Small, reset: bool) -> None:
+def test_accumulation_gives_the_loss_and_gradients_of_the_large_batch(small, reset):
     """With document resets micro-steps have different numbers of labels, so a mean of means would differ."""
     common = [f"data.reset_at_document={str(reset).lower()}", "loss=standard"]
     large = fitted(small(*common, "trainer.batch_size=4"))
@@ -60,7 +58,7 @@ def plain(small_of_module: Small) -> dict[int, float]:
         "trainer.log_every=2",
     ],
 )
-def test_options_that_must_not_change_the_losses(small: Small, plain: dict[int, float], option: str) -> None:
+def test_options_that_must_not_change_the_losses(small, plain, option):
     for record in records(fitted(small(option))):
         assert record["train/loss_nats"] == pytest.approx(plain[record["step"]], rel=1e-6)
 
@@ -75,7 +73,7 @@ def test_options_that_must_not_change_the_losses(small: Small, plain: dict[int, 
         "data=stdlib",
     ],
 )
-def test_options_that_may_change_them_train(small: Small, option: str) -> None:
+def test_options_that_may_change_them_train(small, option):
     overrides = [o for o in small(option) if option != "data=stdlib" or not o.startswith("data.n_")]
     if option == "data=stdlib":
         overrides += ["data.max_tokens=20000", "data.tokenizer_vocab_size=300"]
@@ -87,9 +85,7 @@ def test_options_that_may_change_them_train(small: Small, option: str) -> None:
         assert 1 < summary["valid_bits_per_byte"] < 8
 
 
-def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(
-    small: Small, command: Command, data_cache: Path
-) -> None:
+def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_loss(small, command, data_cache):
     first = fitted(small("trainer.max_steps=8"))
     summary = summary_of(first)
     evaluate = ["scripts/evaluate.py", f"checkpoint={first.directory.path}", f"data.cache_dir={data_cache}"]
@@ -100,7 +96,7 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 
-def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_for_another_loss_keeps_all_else_of_the_run(small, monkeypatch):
     run = fitted(small())
     summary = summary_of(run)
     typed = ["data.path=a b", "loss=cce_kahan", "loss.accumulate=fp32", "run_name=x", "seed=1", "results_dir=/tmp/a"]
@@ -125,9 +121,7 @@ def test_the_command_for_another_loss_keeps_all_else_of_the_run(small: Small, mo
     assert not any("checkpoints/" in line or "checkpoint=" in line for line in shown)
 
 
-def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
-    small: Small, command: Command, tmp_path: Path, capsys
-) -> None:
+def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(small, command, tmp_path, capsys):
     gone, moved, here = tmp_path / "gone", tmp_path / "moved", tmp_path / "here"
     first = fitted(small(f"data.cache_dir={gone}", "data.data_seed=5"))
     assert f"scripts/evaluate.py checkpoint={first.directory.path} data.cache_dir={gone}\n" in capsys.readouterr().out
@@ -147,7 +141,7 @@ def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(
     assert not gone.exists()
 
 
-def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_loss(small: Small) -> None:
+def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_loss(small):
     first = fitted(small("trainer.max_steps=8")).directory.path
     here = ("experiment=finetune_filter", f"init_from={first}", "size=smoke", "data=markov", "trainer.max_steps=4")
     exact = records(fitted(small(*here, "loss=cce_kahan")))
@@ -166,9 +160,7 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
     assert "loss=cce_filter computes every step exactly" in (run.directory.path / LOG).read_text()
 
 
-def test_the_sparsity_of_trained_models_is_profiled(
-    small: Small, command: Command, tmp_path: Path, data_cache: Path
-) -> None:
+def test_the_sparsity_of_trained_models_is_profiled(small, command, tmp_path, data_cache):
     run = fitted(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
     out = tmp_path / "sparsity"
     profile = ["study/sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
@@ -185,8 +177,8 @@ def test_the_sparsity_of_trained_models_is_profiled(
 
 
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
-    small: Small, command: Command, command_here: Command, tmp_path: Path, data_cache: Path
-) -> None:
+    small, command, command_here, tmp_path, data_cache
+):
     """bench_loss from a run of this harness to table and plot. Its loss equals the run's own validation loss."""
     trainer = fitted(small("trainer.max_steps=4"))
     run, out = trainer.directory.path, tmp_path / "bench"
@@ -224,7 +216,7 @@ def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     assert not (tmp_path / "refused").exists()
 
 
-def test_bits_per_byte_are_of_the_labels_that_are_read(small: Small, command: Command, data_cache: Path) -> None:
+def test_bits_per_byte_are_of_the_labels_that_are_read(small, command, data_cache):
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
     trainer = fitted([*overrides, "data.tokenizer_vocab_size=300"])
     evaluate = ["scripts/evaluate.py", f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"]
@@ -248,7 +240,7 @@ def text_of(trainer: Trainer, ids: np.ndarray) -> str:
     return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
 
-def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: Path, data_cache: Path) -> None:
+def test_a_run_reads_other_text_in_its_own_tokens_alone(small, tmp_path, data_cache):
     overrides = [o for o in small("data=stdlib", "data.max_tokens=20000") if not o.startswith("data.n_")]
     run = fitted([*overrides, "data.tokenizer_vocab_size=300", "size.vocab_size=320"]).directory.path
     text = tmp_path / "text.jsonl"
@@ -274,7 +266,7 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small: Small, tmp_path: 
     assert (labels >= 0).sum() == 100
 
 
-def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
+def test_metrics_carry_speed_memory_and_learning_rate(small):
     trainer = fitted(small("trainer.valid_every=2"))
     last = records(trainer)[-1]
     assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/wall_step_ms"] / 1e3))
@@ -287,9 +279,7 @@ def test_metrics_carry_speed_memory_and_learning_rate(small: Small) -> None:
     assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)
 
 
-def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the_run(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the_run(small, monkeypatch):
     import wandb  # takes a second, which only the worker that runs this file shall pay
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -311,14 +301,14 @@ def test_wandb_records_offline_without_a_key_and_the_page_lists_the_files_of_the
     assert names == written | of_options
 
 
-def test_a_trace_names_the_loss_layers_passes(small: Small) -> None:
+def test_a_trace_names_the_loss_layers_passes(small):
     trainer = fitted(small("trainer.max_steps=4", "trainer.warmup_measurement_steps=1", "trainer.profile_steps=1"))
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names
 
 
-def test_samples_during_training_change_no_bit_of_it(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_during_training_change_no_bit_of_it(small, capsys):
     options = ("trainer.max_steps=4", "trainer.checkpoint_every=0")
     plain = records(fitted(small(*options, "run_name=plain")))
     capsys.readouterr()

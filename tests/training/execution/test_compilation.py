@@ -64,17 +64,17 @@ def stopped_by(tmp_path: Path, remedy: str, *numbers: signal.Signals) -> list[st
     return [line for line in done.stdout.splitlines() if line.startswith("stopped by")]
 
 
-def test_a_signal_after_a_compilation_stops_the_run(tmp_path: Path) -> None:
+def test_a_signal_after_a_compilation_stops_the_run(tmp_path):
     numbers = sorted(heeded(), key=lambda number: number != signal.SIGUSR1)
     assert stopped_by(tmp_path, "keep", *numbers) == [f"stopped by {int(number)}" for number in numbers]
 
 
-def test_a_signal_after_a_compilation_ends_a_command_that_has_no_handler(tmp_path: Path) -> None:
+def test_a_signal_after_a_compilation_ends_a_command_that_has_no_handler(tmp_path):
     """A benchmark, for example. It asks for its device, as every command that compiles does."""
     done = compiling(tmp_path, HAS_NO_HANDLER, int(signal.SIGUSR1))
     assert (done.stdout, done.returncode) == ("compiled\n", -signal.SIGUSR1), done.stderr
 
 
-def test_without_the_remedy_llvm_swallows_sigusr1(tmp_path: Path) -> None:
+def test_without_the_remedy_llvm_swallows_sigusr1(tmp_path):
     """Once this fails, Triton leaves signals alone, and `keep_from_llvm` can go."""
     assert stopped_by(tmp_path, "never", signal.SIGUSR1) == ["stopped by None"]

@@ -1,7 +1,6 @@
 """`trainer.compile`: the same losses compiled or not, graphs and their breaks counted, and what is refused."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,12 +13,8 @@ from linrnn.models import build_model, check_supported
 from linrnn.models.architecture import resolve
 from linrnn.profiling.graphs import GraphCounter, in_words
 
-Small = Callable[..., list[str]]
 
-
-def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(small, monkeypatch):
     """With Dynamo only (no C++ compiler needed)."""
     options = ("model=transformer", "loss=standard", "size.num_layers=1", "trainer.checkpoint_every=0")
     options += ("trainer.max_steps=2", "trainer.valid_tokens=160")
@@ -38,7 +33,7 @@ def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(
     assert without["compiled"] is None
 
 
-def test_a_graph_break_is_counted_with_its_reason() -> None:
+def test_a_graph_break_is_counted_with_its_reason():
     counter = GraphCounter()
     assert counter.report() == {"graphs": 0, "graph_breaks": 0, "reasons": {}, "over_limit": 0}
 
@@ -55,7 +50,7 @@ def test_a_graph_break_is_counted_with_its_reason() -> None:
     assert GraphCounter().report()["graphs"] == 0, "a later counter starts anew"
 
 
-def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told() -> None:
+def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told():
     counter = GraphCounter()
 
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -71,7 +66,7 @@ def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
-def test_layers_that_read_their_number_share_graphs(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_read_their_number_share_graphs(mode, monkeypatch):
     """torch recompiles eight times at most. Beyond that, layers would run uncompiled."""
     layers = 10
     options = ["model=transformer", "size=smoke", "size.vocab_size=64", f"size.num_layers={layers}"]
@@ -102,7 +97,7 @@ def test_layers_that_read_their_number_share_graphs(mode: str, monkeypatch: pyte
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("mode", ["blocks", "model"])
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
-def test_compiled_models_train_alike_on_the_gpu(model: str, mode: str, small: Small) -> None:
+def test_compiled_models_train_alike_on_the_gpu(model, mode, small):
     options = (f"model={model}", "loss=standard", "device=cuda", "trainer.checkpoint_every=0")
     try:
         check_supported(ModelConfig(model, None), torch.device("cuda"))

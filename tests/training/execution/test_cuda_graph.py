@@ -1,7 +1,7 @@
 """`trainer.cuda_graph=true`: which step is captured, the same losses bit for bit, and what is refused."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from linrnn.core.machine import GIB
 from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 GRAPH = "trainer.cuda_graph=true"
 RUN = (
     "trainer.max_steps=9",
@@ -38,20 +37,20 @@ LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
         ("trainer.max_steps=2", "the last step of the warm-up is captured"),
     ],
 )
-def test_what_a_graph_cannot_hold_is_refused(override: str, words: str, small: Small) -> None:
+def test_what_a_graph_cannot_hold_is_refused(override, words, small):
     config = load_config(small(GRAPH, override))
     with pytest.raises(ConfigError, match=words) as caught:
         check_cuda_graph(config, torch.device("cuda"), 1, config.trainer.max_steps)
     assert "trainer.cuda_graph=false" in caught.value.remedy
 
 
-def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small: Small) -> None:
+def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small):
     with pytest.raises(UnsupportedError, match="loss=torch_native: its host may wait for the GPU") as caught:
         check_cuda_graph(load_config(small(GRAPH, "loss=torch_native")), torch.device("cuda"), 1, 9)
     assert "cce_kahan" in caught.value.remedy
 
 
-def test_replicas_and_a_cpu_are_refused(small: Small) -> None:
+def test_replicas_and_a_cpu_are_refused(small):
     with pytest.raises(ConfigError, match="parallel=ddp was not tried with a CUDA graph") as caught:
         check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 2, 9)
     assert "parallel=fsdp" in caught.value.remedy
@@ -67,9 +66,7 @@ def test_replicas_and_a_cpu_are_refused(small: Small) -> None:
 
 
 # ------------------------------------------------------------------------------------------- which step is captured
-def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replayed(
-    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replayed(small, monkeypatch, capsys):
     plain = fitted(small(*RUN))
     graphs = Graphs(monkeypatch)
     graphed = fitted(small(*RUN, GRAPH))
@@ -86,7 +83,7 @@ def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replaye
     assert plain.plan.memory_begins == 3
 
 
-def test_what_the_device_refuses_to_capture_is_unsupported(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_refuses_to_capture_is_unsupported(small, monkeypatch):
     graphs = Graphs(monkeypatch)
 
     @contextlib.contextmanager
@@ -105,7 +102,7 @@ def test_what_the_device_refuses_to_capture_is_unsupported(small: Small, monkeyp
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("model", MODELS)
-def test_on_a_gpu_losses_are_those_without_a_graph_bit_for_bit(model: str, loss: str, small: Small) -> None:
+def test_on_a_gpu_losses_are_those_without_a_graph_bit_for_bit(model, loss, small):
     run = (*RUN, f"model={model}", f"loss={loss}", "device=cuda")
     plain, graphed = fitted(small(*run)), fitted(small(*run, GRAPH))
     assert losses(graphed) == losses(plain)
@@ -114,7 +111,7 @@ def test_on_a_gpu_losses_are_those_without_a_graph_bit_for_bit(model: str, loss:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
-def test_on_a_gpu_the_memory_measured_in_the_capture_is_that_of_a_step(small: Small) -> None:
+def test_on_a_gpu_the_memory_measured_in_the_capture_is_that_of_a_step(small):
     """Activations of some GiB. With small ones the workspaces of cuBLAS decide.
 
     Each stream takes such a workspace when it first multiplies (32 MiB on an H100, with cublasLt's up to 70 MiB), and
@@ -130,7 +127,7 @@ def test_on_a_gpu_the_memory_measured_in_the_capture_is_that_of_a_step(small: Sm
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
-def test_on_a_gpu_a_stopped_run_goes_on_with_a_graph_of_its_own(small: Small) -> None:
+def test_on_a_gpu_a_stopped_run_goes_on_with_a_graph_of_its_own(small):
     run = (*RUN, GRAPH, "device=cuda", "schedule.steps=9")
     whole = losses(fitted(small(*run, "group=whole")))
     fitted(small(*run, "group=parts", "trainer.max_steps=5"))

@@ -1,7 +1,6 @@
 """`trainer.float8=blocks`: which layers multiply in float8, that the rest stays exact, and what is refused."""
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from linrnn.training.execution import float8
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 BLOCKS = "trainer.float8=blocks"
 
@@ -26,7 +24,7 @@ def linear_layers(trainer: Trainer) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing_else(model: str, small: Small) -> None:
+def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing_else(model, small):
     trainer = Trainer(load_config(small(f"model={model}", BLOCKS)))
     called: set[str] = set()
     for name, module in trainer.model.named_modules():
@@ -43,16 +41,14 @@ def test_every_large_linear_layer_of_the_blocks_multiplies_in_float8_and_nothing
         assert (type(layer) is nn.Linear) == (too_small or odd)
 
 
-def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(
-    small: Small, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_differ_by_float8_s_rounding_and_the_run_says_what_was_converted(small, capsys):
     rounded, exact = (losses(fitted(small(*more))) for more in ((BLOCKS,), ()))
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
     assert "linear layers multiply in float8, emulated on the CPU; the others are below 128" in capsys.readouterr().out
 
 
-def test_products_have_float8_s_rounding(small: Small) -> None:
+def test_products_have_float8_s_rounding(small):
     trainer = Trainer(load_config(small(BLOCKS)))
     trainer.ensure_weights()
     layer = trainer.model.mlps[0].down_proj
@@ -67,7 +63,7 @@ def test_products_have_float8_s_rounding(small: Small) -> None:
     assert not torch.allclose(x @ layer.weight.T, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_checkpointed_blocks_and_checkpoints_know_the_same_parameters(small: Small) -> None:
+def test_checkpointed_blocks_and_checkpoints_know_the_same_parameters(small):
     plain = Trainer(load_config(small()))
     trainer = Trainer(load_config(small(BLOCKS, "trainer.activation_checkpointing=selective")))
     assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
@@ -83,14 +79,12 @@ def test_checkpointed_blocks_and_checkpoints_know_the_same_parameters(small: Sma
         (["trainer.seq_len=81"], "162 tokens of a micro-step are no multiple of 16"),
     ],
 )
-def test_what_float8_does_not_take_is_refused_before_anything_is_built(
-    more: list[str], cause: str, small: Small
-) -> None:
+def test_what_float8_does_not_take_is_refused_before_anything_is_built(more, cause, small):
     with pytest.raises(ConfigError, match=cause):
         make_training_plan(load_config(small(BLOCKS, *more)))
 
 
-def test_other_gpus_precisions_and_a_missing_package_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_precisions_and_a_missing_package_are_refused(small, monkeypatch):
     config, gpu = load_config(small(BLOCKS)), torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(UnsupportedError, match=r"compute capability 8\.9"):
@@ -109,13 +103,13 @@ def test_other_gpus_precisions_and_a_missing_package_are_refused(small: Small, m
     assert error.value.remedy == 'pip install --force-reinstall "torchao>=0.17"', "it is installed and does not import"
 
 
-def test_only_torchao_s_lines_about_its_extensions_are_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_torchao_s_lines_about_its_extensions_are_silent(caplog):
     for text in ("Failed to load _C.so: it was built for another torch", "another warning"):
         logging.getLogger("torchao").warning(text)
     assert caplog.messages == ["another warning"]
 
 
-def test_memory_is_unknown(small: Small) -> None:
+def test_memory_is_unknown(small):
     plan = make_training_plan(load_config(small(BLOCKS)))
     assert plan.memory_estimate(plan.architecture(512)) is None
 
@@ -124,7 +118,7 @@ def test_memory_is_unknown(small: Small) -> None:
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("compile", ["none", "blocks"])
 @pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
-def test_float8_trains_on_a_gpu(model: str, compile: str, small: Small) -> None:
+def test_float8_trains_on_a_gpu(model, compile, small):
     run = ("device=cuda", f"model={model}", f"trainer.compile={compile}")
     rounded, exact = (losses(fitted(small(*run, *more))) for more in ((BLOCKS,), ()))
     assert rounded == pytest.approx(exact, rel=1e-2)

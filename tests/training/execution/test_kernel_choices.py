@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,16 +16,12 @@ from linrnn.training.execution import compilation
 from linrnn.training.execution.compilation import rehearses
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
-
 
 def recorded(trainer: Trainer) -> Any:
     return json.loads((trainer.directory.path / ENVIRONMENT).read_text())["processes"][-1]["kernel_choices"]
 
 
-def test_choices_are_recorded_after_the_first_step_and_at_the_end(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_are_recorded_after_the_first_step_and_at_the_end(small, monkeypatch):
     seen: list[Any] = []
     steps = 0
 
@@ -64,15 +59,15 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(
         ([], "cpu", False),
     ],
 )
-def test_which_runs_are_rehearsed(overrides: list[str], device: str, expected: bool) -> None:
+def test_which_runs_are_rehearsed(overrides, device, expected):
     assert rehearses(load_config(overrides), torch.device(device)) is expected
 
 
 @pytest.mark.parametrize(("loss", "ahead"), [("cce_kahan", True), ("cce_filter", True), ("standard", False)])
 @pytest.mark.parametrize("reset", ["false", "true"])
 def test_a_loss_that_compiles_its_kernels_is_called_before_the_first_step_as_in_it(
-    loss: str, ahead: bool, reset: str, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loss, ahead, reset, small, monkeypatch
+):
     calls: list[Any] = []
 
     def noted(self: Any, *tensors: torch.Tensor) -> Any:
@@ -91,7 +86,7 @@ def test_a_loss_that_compiles_its_kernels_is_called_before_the_first_step_as_in_
 
 
 @pytest.mark.parametrize("reset", ["false", "true"])
-def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_changes_nothing(reset, small, monkeypatch):
     """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
     overrides = small(f"data.reset_at_document={reset}", "trainer.accumulation_steps=2")
     plain = losses(fitted([*overrides, "group=plain"]))
@@ -112,9 +107,7 @@ def test_a_rehearsal_changes_nothing(reset: str, small: Small, monkeypatch: pyte
     ],
 )
 @pytest.mark.parametrize("reset", [False, True])
-def test_kernels_compiled_ahead_compute_the_same(
-    model: str, reset: bool, small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compiled_ahead_compute_the_same(model, reset, small, monkeypatch):
     leave_kernels_untuned(monkeypatch.setattr)
     run = (*f"model={model}".split(), "loss=standard", "trainer.seq_len=128", "device=cuda")
     overrides = small(*run, f"data.reset_at_document={str(reset).lower()}")
@@ -137,9 +130,7 @@ def test_kernels_compiled_ahead_compute_the_same(
     ],
     ids=lambda loss: loss[0],
 )
-def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
-    loss: list[str], small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(loss, small, monkeypatch):
     """The second and the third rehearsal find the loss's kernels compiled."""
     leave_kernels_untuned(monkeypatch.setattr)
     overrides = small(*loss, "trainer.batch_size=100", "device=cuda")
@@ -157,7 +148,7 @@ def test_on_a_gpu_a_rehearsal_of_many_chunks_changes_no_loss(
 
 
 @pytest.mark.gpu
-def test_a_backward_pass_of_a_rehearsal_allocates_zeros_on_the_gpu_s_thread() -> None:
+def test_a_backward_pass_of_a_rehearsal_allocates_zeros_on_the_gpu_s_thread():
     class Allocating(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from linrnn.config import load_config
-from linrnn.core.errors import LinrnnError, OutOfMemoryError, UnsupportedError
+from linrnn.core.errors import OutOfMemoryError, UnsupportedError
 from linrnn.models import cpu_ops, tuning
 from linrnn.runs.directory import LOG
 from linrnn.training.execution import compilation
 from linrnn.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
-Small = Callable[..., list[str]]
 FAILED = "the step compiles its kernels one by one: compiling ahead failed"
 NO_CPU_FORM = ("gsa", "mamba2", "path_attn", "rwkv7")  # a few: tests/training/pairs has all of FLA's on a GPU
 OPTIONS = {"nsa": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16, "window_size": 0}}  # 16 queries share a key
@@ -50,9 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 
 
 @pytest.mark.parametrize("name", [*NO_CPU_FORM, *OPTIONS])
-def test_a_model_without_a_cpu_form_is_rehearsed_and_nothing_changes(
-    name: str, small: Small, asked: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_a_cpu_form_is_rehearsed_and_nothing_changes(name, small, asked, monkeypatch):
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
     more = [f"model.options.{key}={value}" for key, value in OPTIONS.get(name, {}).items()]
     more += ["trainer.precision=bf16", "trainer.kernel_choices=first"]
@@ -113,14 +110,14 @@ ALLOCATE = {
 
 @pytest.mark.usefixtures("spoiled")
 @pytest.mark.parametrize("allocate", ALLOCATE.values(), ids=list(ALLOCATE))
-def test_new_memory_holds_zeros_while_kernels_are_compiled_ahead(allocate: Callable[[], Tensor]) -> None:
+def test_new_memory_holds_zeros_while_kernels_are_compiled_ahead(allocate):
     with tuning.compile_ahead(1):
         assert torch.equal(allocate(), torch.zeros(2, 3))
     assert not torch.equal(allocate(), torch.zeros(2, 3)), "afterwards memory is left as it is"
 
 
 @pytest.mark.usefixtures("spoiled")
-def test_a_backward_pass_allocates_zeros_as_well() -> None:
+def test_a_backward_pass_allocates_zeros_as_well():
     x = torch.ones(4, requires_grad=True)
     with tuning.compile_ahead(1):
         y = Allocating.apply(x)
@@ -130,7 +127,7 @@ def test_a_backward_pass_allocates_zeros_as_well() -> None:
 
 
 @pytest.mark.usefixtures("spoiled")
-def test_an_index_that_a_kernel_should_have_written_is_valid(asked: Callable[[], list[str]]) -> None:
+def test_an_index_that_a_kernel_should_have_written_is_valid(asked):
     table, names = torch.ones(2, 3, requires_grad=True), asked()
 
     def look_up() -> None:
@@ -146,7 +143,7 @@ def test_an_index_that_a_kernel_should_have_written_is_valid(asked: Callable[[],
 
 
 # ------------------------------------------------------------------------------------------------------- the model
-def test_buffers_that_a_forward_pass_changes_keep_their_values(small: Small) -> None:
+def test_buffers_that_a_forward_pass_changes_keep_their_values(small):
     run = Trainer(load_config(small("trainer.precision=fp32")))
     block = run.model.blocks[0]
     block.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -182,9 +179,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     return let
 
 
-def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(
-    small: Small, failing: Callable[[Exception], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(small, failing, capsys):
     plain = fitted(small("group=plain"))
     assert FAILED not in (plain.directory.path / LOG).read_text()
     failing(ValueError("a block has no keys\nmore"))
@@ -203,13 +198,7 @@ def test_a_rehearsal_that_fails_is_named_in_one_line_and_the_run_goes_on(
     ],
     ids=["out of memory", "unsupported"],
 )
-def test_an_error_that_the_step_would_meet_ends_the_run(
-    error: Exception,
-    shown: type[LinrnnError],
-    small: Small,
-    failing: Callable[[Exception], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_that_the_step_would_meet_ends_the_run(error, shown, small, failing, capsys):
     failing(error)
     with pytest.raises(shown):
         Trainer(load_config(small())).fit()

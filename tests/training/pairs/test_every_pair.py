@@ -1,7 +1,6 @@
 """Every model trains with every loss that runs on this machine. All other losses are rejected with cause and remedy."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def runs_here(loss: str) -> bool:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", loss_names())
-def test_three_steps(model: str, loss: str, small: Callable[..., list[str]], standard: dict[str, list[float]]) -> None:
+def test_three_steps(model, loss, small, standard):
     """The run finishes. In fp32 its losses differ from those of eager cross-entropy only by rounding."""
     config = load_config(small(f"model={model}", f"loss={loss}"))
     if not runs_here(loss):

@@ -28,7 +28,7 @@ def on_gpu(small: Callable[..., list[str]], *more: str) -> list[str]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loss", loss_names())
 @pytest.mark.parametrize("precision", ["bf16_autocast", "bf16"])
-def test_three_steps(model: str, loss: str, precision: str, small: Callable[..., list[str]]) -> None:
+def test_three_steps(model, loss, precision, small):
     overrides = on_gpu(small, f"model={model}", f"loss={loss}", f"trainer.precision={precision}")
     try:
         trainer = Trainer(load_config(overrides))
@@ -56,7 +56,7 @@ def first_loss(trainer: Trainer) -> float:
     return json.loads(trainer.directory.metrics.read_text().splitlines()[0])["train/loss_nats"]
 
 
-def test_a_memory_budget_is_kept_and_explained(small: Callable[..., list[str]]) -> None:
+def test_a_memory_budget_is_kept_and_explained(small):
     from linrnn.core.errors import OutOfMemoryError
 
     overrides = on_gpu(small, "memory_budget_gib=1", "size.vocab_size=131072", "trainer.batch_size=64", "loss=standard")

@@ -68,35 +68,29 @@ def agrees_with_eager(small: Callable[..., list[str]], loss: str, name: str, *mo
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_named_models_train_three_steps_with_five_losses(
-    name: str, loss: str, small: Callable[..., list[str]]
-) -> None:
+def test_the_named_models_train_three_steps_with_five_losses(name, loss, small):
     agrees_with_eager(small, loss, name)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_hybrids_train_three_steps_with_five_losses(name: str, loss: str, small: Callable[..., list[str]]) -> None:
+def test_hybrids_train_three_steps_with_five_losses(name, loss, small):
     agrees_with_eager(small, loss, name, "model.attention_every=2", "model.attention_window=64")
 
 
 @pytest.mark.parametrize("name", sorted(set(fla_models()) - set(NAMED) - set(REFUSED) - set(NOT_BUILT)))
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_other_models_train_three_steps_with_five_losses(
-    name: str, loss: str, small: Callable[..., list[str]]
-) -> None:
+def test_the_other_models_train_three_steps_with_five_losses(name, loss, small):
     agrees_with_eager(small, loss, name)
 
 
 @pytest.mark.parametrize("name", CRASH_WITH_NARROW_HEADS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_heads_of_64_dimensions_train_where_narrower_ones_crash(
-    name: str, loss: str, small: Callable[..., list[str]]
-) -> None:
+def test_heads_of_64_dimensions_train_where_narrower_ones_crash(name, loss, small):
     agrees_with_eager(small, loss, name, "size.mixers.transformer.num_heads=2")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_fla_does_not_train_here_is_refused_with_fla_s_reason(name: str, small: Callable[..., list[str]]) -> None:
+def test_what_fla_does_not_train_here_is_refused_with_fla_s_reason(name, small):
     with pytest.raises(UnsupportedError, match=REFUSED[name]):
         first_loss(small, "standard", f"model.config={name}")
