@@ -81,7 +81,7 @@ def linear_cross_entropy(
             with the target k alone. Without z_loss that is (Σ_k w_k) · LSE − Σ_k w_k · logit_k: soft labels, whose
             weights need not sum to 1. The mean is over the rows with a target that is not ignored. Weights may be
             negative, and get no gradient. Put the likeliest target of a row first: accuracy means the first one that
-            is not ignored. Takes 32 bytes a target beside the workspace. Cannot combine with filter_eps,
+            is not ignored. Takes some 50 bytes a target beside the workspace. Cannot combine with filter_eps,
             token_weights, or a DTensor e.
         ignore_index: targets with this value add nothing to the loss and the gradients.
         reduction: "mean" over the targets that are not ignored (0 if all are), "sum", or "none" for the row losses

@@ -11,8 +11,8 @@ twice counts twice.
 The first target is one that is not ignored, if there is one (arguments.py). The exponentials of the others stay in the
 products, so their p are as accurate as a bf16 softmax.
 
-Cost: reads K rows of C for each row in the forward pass, and K rows of C and of E in the backward pass. Memory: 32
-bytes a target.
+Cost: reads K rows of C for each row in the forward pass, and K rows of C and of E in the backward pass. Memory: some
+50 bytes a target.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ from cce_kernels.options import Inputs
 from torch import nn
 
 FOLDER = Path(__file__).resolve().parents[3] / "kernels" / "examples"
-TRAINING = ("plain_loop", "multi_token_prediction", "fla_criterion", "hf_trainer", "trl_sft", "lightning_module")
+TRAINING = (
+    "plain_loop", "multi_token_prediction", "next_tokens", "topk_distillation", "fla_criterion", "hf_trainer",
+    "trl_sft", "lightning_module",
+)  # fmt: skip
 POLICIES = ("trl_dpo", "trl_grpo")
 OTHERS = ("flame_backend", "torchtitan_loss")
 

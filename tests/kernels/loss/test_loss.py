@@ -11,6 +11,7 @@ from cce_kernels import (
     reference_linear_cross_entropy,
     vocabulary_parallel_linear_cross_entropy,
 )
+from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
 from everywhere import devices, devices_with, interpreted, kernels
 from hypothesis import given, settings
@@ -183,3 +184,26 @@ def test_a_workspace_too_small_is_refused_before_backward_with_the_least_that_wi
     with pytest.raises(WorkspaceTooSmall):
         loss(refusal.value.least_mib - 1)
     gradients(loss(refusal.value.least_mib), (e, c))
+
+
+@devices
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_the_loss_is_the_same_whatever_the_chunk(dtype, device, monkeypatch):
+    """Bit for bit where all rows' sums come before the chunks; else their fp32 sums run in another order."""
+    n_rows, dim, vocab = (4096, 256, 32003) if device == "cuda" else (300, 64, 3001)
+    e, c, targets, _ = draw(Case("chunks", shape=(n_rows,), dim=dim, vocab=vocab, dtype=dtype, peak=3), device)
+    if INTERPRETED:  # as many as an H100 has, so that chunks differ in how they split the vocabulary
+        monkeypatch.setattr("cce_kernels.triton.logits.multiprocessors", lambda e: 132)
+    with torch.no_grad():
+        alone = linear_cross_entropy(e, c, targets)
+    if device == "cpu" and not INTERPRETED:
+        found = [linear_cross_entropy(e, c, targets, workspace_mib=mib).detach() for mib in (0.3, 0.5, 1, 2, 8)]
+    else:
+        with_triton = pytest.importorskip("cce_kernels.backends.with_triton")
+        found = []
+        for chunk in (Plan(0, 256), Plan(0, 1024), Plan(n_rows, 0), Plan(n_rows // 2, 0), Plan(128, 0)):
+            monkeypatch.setattr(with_triton, "plan", lambda *_, chunk=chunk: chunk)
+            found.append(linear_cross_entropy(e, c, targets).detach())
+        assert all(torch.equal(x, alone) for x in found[:2])
+    for loss in found:
+        assert (loss - alone).abs() <= 2**-21 * alone.clamp(min=1), found
