@@ -46,7 +46,7 @@ TOKENS = {"tokenizer": None, "tokenizer_vocab_size": 300, "max_tokens": None, "v
 
 def text_config(cache_dir: Path, path: Path | str | list[str], **changes: Any) -> TextDataConfig:
     values = {**common("text", cache_dir), **TOKENS, "path": path if isinstance(path, list) else str(path)}
-    values |= {"valid_path": None, "text_field": "text", "document_separator": None}
+    values |= {"sources": [], "valid_path": None, "text_field": "text", "document_separator": None}
     return TextDataConfig(**changed(values, changes))
 
 

@@ -89,6 +89,16 @@ def test_the_text_s_path_may_be_a_list(value, paths):
         (["data.path=null"], "data.path names no file"),
         (["data.path=[it's,b]"], "cannot be read"),
         (["data.path=x", "data.document_separator=''"], "data.document_separator is empty"),
+        (["data.sources=[{path:a,weight:-0.1},{path:b}]"], "data.sources: a has weight -0.1"),
+        (["data.sources=[{path:a,weight:0},{path:b}]"], "data.sources: a has weight 0"),
+        (["data.sources=[{path:a,weight:inf},{path:b}]"], "data.sources: a has weight inf"),
+        (["data.sources=[{path:a,weight:0.1234567},{path:b}]"], "weights with so many digits"),
+        (["data.sources=[{path:a,weight:much},{path:b}]"], "'much' of type 'str' could not be converted to Float"),
+        (["data.sources=[{path:a,wait:1},{path:b}]"], "wait: there is no such key"),
+        (["data.sources=[{path:'',weight:1},{path:b}]"], r"data.sources\[0\].path is empty"),
+        (["data.sources=[{weight:1},{path:b}]"], r"data.sources\[0\].path must be given"),
+        (["data.sources=[{path:a}]"], "data.sources names one source"),
+        (["data.sources=[{path:a},{path:b}]", "data.path=c"], "data.path and data.sources are both given"),
     ],
 )
 def test_what_is_no_path_or_separator_is_refused(overrides, cause):

@@ -13,6 +13,8 @@ import linrnn.data.shards
 from linrnn.core.errors import DataError
 from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet
 from linrnn.data import batches as batches_module
+from linrnn.data.batches import cycle_of
+from linrnn.data.shards import Mixture
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.training.evaluation import _without_labels
 
@@ -73,6 +75,24 @@ def test_epochs_and_seeds_have_orders_of_their_own(shards):
     assert epochs(1) == [first, second]
 
 
+@pytest.fixture(scope="module")
+def mixture(shards: ShardSet, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
+    """70 % of `shards`, and 30 % of a smaller source, whose tokens go on counting."""
+    other = np.split(np.arange(shards.n_tokens, shards.n_tokens + 330), [7, 150, 151])
+    small = shard_set(tmp_path_factory.mktemp("mixture") / "set", other, vocab_size=2000)
+    return Mixture(["large", "small"], [shards, small], [7, 3])
+
+
+@pytest.fixture
+def text(request: pytest.FixtureRequest) -> ShardSet:
+    """The fixture that the test names."""
+    return request.getfixturevalue(request.param)
+
+
+WITH_A_MIXTURE = pytest.mark.parametrize("text", ["shards", "mixture"], indirect=True)
+
+
+@WITH_A_MIXTURE
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     world_size=st.integers(1, 5),
@@ -83,9 +103,9 @@ def test_epochs_and_seeds_have_orders_of_their_own(shards):
     seed=st.integers(0, 2**31),
 )
 def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
-    shards, world_size, batch_size, seq_len, reset, steps, seed
+    text, world_size, batch_size, seq_len, reset, steps, seed
 ):
-    loader = partial(BatchLoader, shards, seq_len=seq_len, seed=seed, reset_at_document=reset)
+    loader = partial(BatchLoader, text, seq_len=seq_len, seed=seed, reset_at_document=reset)
     whole = loader(batch_size=world_size * batch_size)
     ranks = [loader(batch_size=batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
     for _ in range(steps):
@@ -100,12 +120,13 @@ def test_the_global_order_does_not_depend_on_the_ranks_and_resumes_exactly(
     assert resumed.state_dict() == whole.state_dict()
 
 
+@WITH_A_MIXTURE
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(reset, world_size, shards):
+def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(reset, world_size, text):
     """A step has two micro-steps. The steps cross the ends of documents, shards and epochs."""
     loaders = [
-        BatchLoader(shards, seq_len=16, batch_size=5, seed=1, rank=rank, world_size=world_size, reset_at_document=reset)
+        BatchLoader(text, seq_len=16, batch_size=5, seed=1, rank=rank, world_size=world_size, reset_at_document=reset)
         for rank in range(world_size)
     ]
     counts = set()
@@ -190,6 +211,40 @@ def test_ranks_build_the_validation_batches_that_they_use_and_no_others(shards, 
     assert sum(batch.n_tokens for batch in seen) == sum(batch.n_tokens for batch in whole)
     kept = torch.cat([batch.labels[batch.labels != -100] for batch in seen])
     assert sorted(kept.tolist()) == sorted(torch.cat([b.labels[b.labels != -100] for b in whole]).tolist())
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [3, 1, 2], [0.01, 0.99], [0.333, 0.333, 0.334], [5]])
+def test_at_every_row_each_source_has_its_share(weights):
+    order = np.tile(cycle_of(weights), 3)
+    for source, weight in enumerate(weights):
+        lag = weight / sum(weights) * np.arange(1, len(order) + 1) - np.cumsum(order == source)
+        assert abs(lag[len(order) // 3 - 1]) < 1e-9, "exactly, over a whole cycle"
+        assert np.abs(lag).max() < 1
+
+
+def test_each_source_of_a_mixture_has_epochs_of_its_own(mixture):
+    large, small = mixture.parts
+    loader = BatchLoader(mixture, seq_len=16, batch_size=10, seed=1)
+    starts = [row[0] for row in rows(take(loader, 14))]
+    of_small = [start for start in starts if start >= small.start]
+    n_small, n_large = (small.n_tokens - 1) // 16, (large.n_tokens - 1) // 16
+    assert (len(starts), len(of_small), n_small) == (140, 42, 20)
+    first, second = of_small[:n_small], of_small[n_small : 2 * n_small]
+    assert sorted(first) == sorted(second) == list(range(small.start, small.start + 16 * n_small, 16))
+    assert first != second
+    alone = BatchLoader(mixture._sets[0], seq_len=16, batch_size=1, seed=1)  # type: ignore[attr-defined]
+    assert [start for start in starts if start < small.start] == [row[0] for row in rows(take(alone, 98))]
+    assert loader.remark(140) == f"140 sequences are {98 / n_large:.2f} epochs of large, 2.10 epochs of small"
+
+
+@pytest.mark.parametrize(("max_tokens", "of_each"), [(None, (None, 329)), (400, (280, 120)), (2000, (None, 329))])
+def test_a_validation_pass_reads_the_share_of_each_source(mixture, max_tokens, of_each):
+    large, small = mixture.parts
+    batches = BatchesOnce(mixture, 16, 3, max_tokens)
+    labels = torch.cat([batch.labels[batch.labels != -100] for batch in batches]).tolist()
+    of_large = of_each[0] or large.n_tokens - 1
+    assert labels == [*range(1, 1 + of_large), *range(small.start + 1, small.start + 1 + of_each[1])]
+    assert all(torch.equal(b.labels[b.labels != -100], b.input_ids[b.labels != -100] + 1) for b in batches)
 
 
 def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path):

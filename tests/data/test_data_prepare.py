@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models
 
 import linrnn.data.shards
-from linrnn.config.schema import StdlibDataConfig
+from linrnn.config.schema import SourceConfig, StdlibDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
 from linrnn.data import BatchesOnce, BatchLoader, PreparedData, Progress, prepare
 from linrnn.data.tokenizer import load_tokenizer
@@ -68,6 +68,39 @@ def test_validation_files_are_used_whole_and_nothing_is_held_out(tmp_path, corpu
     valid_path = write_jsonl(tmp_path / "valid.jsonl", sentences(30, seed=5))
     texts = split_texts(tmp_path, corpus, tokenizer, valid_path=valid_path)
     assert texts == {"train": sentences(400), "valid": sentences(30, seed=5)}
+
+
+def test_a_mixture_has_its_sources_own_shards_and_one_tokenizer_that_learns_from_all(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(PREPARE, "TOKENIZER_SAMPLE_BYTES", 4000)  # less than the first source has
+    other = write_jsonl(tmp_path / "other.jsonl", [f"zyzyzy {i} xwxwxw" for i in range(50)])
+    sources = [SourceConfig(str(corpus), 0.75), SourceConfig(str(other), 0.25)]
+    config = replace(text_config(tmp_path / "cache", corpus), path=None, sources=sources)
+    data = prepare(config)
+    assert data.tokenizer is not None
+    assert "zyzy" in data.tokenizer.json
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(data.tokenizer.json)
+    alone = [texts_of(prepare(text_config(tmp_path / "alone", path, tokenizer=tokenizer))) for path in (corpus, other)]
+    assert texts_of(data) == {split: alone[0][split] + alone[1][split] for split in ("train", "valid")}
+    assert data.description.startswith(f"a mixture: 75.0% of {corpus} (1 file): ")
+
+    reports: list[Progress] = []
+    even = prepare(replace(config, sources=[replace(source, weight=1) for source in sources]), progress=reports.append)
+    assert even.fingerprint != data.fingerprint, "another order of the sequences"
+    assert reports == [], "of the same shards"
+    valid_path = str(write_jsonl(tmp_path / "valid.jsonl", sentences(30, seed=5)))
+    own = prepare(replace(config, valid_path=valid_path))
+    assert texts_of(own) == {"train": sentences(400) + [f"zyzyzy {i} xwxwxw" for i in range(50)],
+                             "valid": sentences(30, seed=5)}  # fmt: skip
+
+    data.verify()
+    shard = max((path for path in (tmp_path / "cache").glob("*/train-*.bin")), key=os.path.getmtime)
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(DataError, match=r"train-00000\.bin differs"):
+        own.verify()
+    missing = replace(config, sources=[sources[0], SourceConfig(str(tmp_path / "gone.txt"))])
+    with pytest.raises(DataError, match=r"data\.sources=.*gone\.txt does not exist"):
+        prepare(missing)
 
 
 def test_reading_stops_with_the_document_that_reaches_max_tokens(tmp_path, corpus, tokenizer, small_pieces):

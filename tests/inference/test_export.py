@@ -334,9 +334,7 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     (out / "config.json").write_text(json.dumps(settings))
 
 
-def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(
-    small: Small, tmp_path: Path, command: Command, data_cache: Path
-) -> None:
+def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(small, tmp_path, command, data_cache):
     """Whatever z_loss and label_smoothing add in training. Samples are drawn from capped logits, too."""
     keys = ["loss.softcap=0.5", "loss.z_loss=0.5", "loss.label_smoothing=0.3"]
     trainer = trained(small("loss=standard", "trainer.max_steps=3", "optimizer.lr=0.02", *keys))

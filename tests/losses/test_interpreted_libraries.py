@@ -35,9 +35,7 @@ class Number(float):
 
 @pytest.mark.parametrize("options", [{}, {**ALL_THREE, "softcap": Number(ALL_THREE["softcap"])}], ids=["plain", "all"])
 @pytest.mark.parametrize(("name", "backend"), [("liger", Liger), ("liger-fp32", Liger), ("fla", Fla)])
-def test_losses_and_gradients_are_those_of_fp64(
-    name: str, backend: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_gradients_are_those_of_fp64(name, backend, options, monkeypatch):
     case = make_case(torch.float32)
     for ops in ("fla.modules.fused_cross_entropy.ops", "liger_kernel.ops.cross_entropy"):  # it has no libdevice
         monkeypatch.setattr(importlib.import_module(ops), "tanh", lambda x: 2 * tl.sigmoid(2 * x) - 1)

@@ -59,6 +59,28 @@ def curve_or_empty(directory: Path) -> list[tuple[int, float, float]]:
         return []
 
 
+def test_a_run_on_a_mixture_goes_on_with_the_batches_that_were_next(small, tmp_path, command_here, data_cache):
+    for name, word in ("a.txt", "cat"), ("b.txt", "dog"):
+        (tmp_path / name).write_text("\n".join(f"the {word} {i} sat on mat {i * i % 97}" for i in range(300)))
+    one, other = (f"data.sources=[{{path:{tmp_path}/a.txt,weight:{w}}},{{path:{tmp_path}/b.txt}}]" for w in (3, 0.5))
+    kept = [override for override in small("schedule.steps=6") if not override.startswith("data.n_")]
+    plan = [*kept, "data=text", one, "data.tokenizer_vocab_size=300", "data.valid_fraction=0.2"]
+    whole = fitted([*plan, "group=whole", "trainer.max_steps=6"])
+    fitted([*plan, "trainer.max_steps=3"])
+    second = fitted([*plan, "trainer.max_steps=6"])
+    assert curve(second.directory.path) == curve(whole.directory.path)
+    log = (second.directory.path / "train.log").read_text()
+    assert f"epochs of {tmp_path}/a.txt" in log
+    changed = Trainer(load_config([other if override == one else override for override in plan]))
+    assert changed.directory.path != second.directory.path
+    assert changed.data.fingerprint != second.data.fingerprint
+    read = [f"checkpoint={second.directory.path}", f"data.cache_dir={data_cache}", "max_tokens=400"]
+    evaluated = command_here("scripts/evaluate.py", *read)
+    summary = second.directory.read_summary()
+    assert summary is not None
+    assert f"loss {summary['valid_loss_nats']:.4f}" in evaluated.stdout, evaluated.stderr
+
+
 @pytest.fixture(scope="module")
 def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
     trainer = fitted(small_of_module(*LONG))

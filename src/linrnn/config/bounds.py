@@ -22,6 +22,9 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.
         elif isinstance(value, dict) and all(dataclasses.is_dataclass(item) for item in value.values()):
             for name, item in value.items():
                 yield from fields_of(item, f"{key}.{name}.")
+        elif isinstance(value, list) and value and all(dataclasses.is_dataclass(item) for item in value):
+            for number, item in enumerate(value):
+                yield from fields_of(item, f"{key}[{number}].")
         else:
             yield key, field, value
 
@@ -95,9 +98,10 @@ def expand_home(config: Any) -> None:
     """Replace `~` by the home directory in every path. Shells do not do so behind `key=`."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            expand_home(value)
-        elif "path" in field.metadata and value is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if dataclasses.is_dataclass(item):
+                expand_home(item)
+        if "path" in field.metadata and value is not None:
             several = isinstance(value, list)
             paths = value if several else [value]
             expanded = [os.path.expanduser(path) if isinstance(path, str) else path for path in paths]

@@ -244,6 +244,8 @@ def to_config(composed: "DictConfig") -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+    if (composed.get("data") or {}).get("sources") and OmegaConf.is_missing(composed.data, "path"):
+        composed.data.path = None
     try:
         config: Any = OmegaConf.to_object(composed)
     except MissingMandatoryValue as error:

@@ -45,7 +45,7 @@ OPERATIONAL = (
 )
 # Where the data lies: part of a run's name, so that a sweep over texts has a directory for each. It is no part of the
 # identity: the data's fingerprint tells whether a run goes on with the text that it began with.
-_DATA = ("data.path", "data.valid_path", "data.tokenizer")
+_DATA = ("data.path", "data.sources", "data.valid_path", "data.tokenizer")
 _ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
 HORIZON = "schedule.steps"
 _GROUPS = ("model", "size", "loss", "data", "optimizer", "schedule", "parallel")
@@ -88,6 +88,8 @@ def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
     """
     values = {key: value for key, value in _leaves(config) if not _is_operational(key)}
     values |= paths(config)
+    if values.get("data.sources"):
+        del values["data.path"]
     end = horizon(config, world_size)
     if config.schedule.name != CONSTANT:
         values[HORIZON] = end
@@ -106,7 +108,7 @@ def paths(config: Config) -> dict[str, Any]:
 
 
 def resolved(path: Any, *, of_hub: bool = False) -> Any:
-    """A path, or a list of paths, in the one spelling that all others lead to; None stays.
+    """A path, or a list of paths or sources, in the one spelling that all others lead to; None stays.
 
     Args:
         of_hub: `path` may be a name on the hub, which stays as it is.
@@ -114,6 +116,8 @@ def resolved(path: Any, *, of_hub: bool = False) -> Any:
     if isinstance(path, list):
         several = [resolved(one, of_hub=of_hub) for one in path]
         return several[0] if len(several) == 1 else several
+    if isinstance(path, dict):  # one of data.sources
+        return {**path, "path": resolved(path["path"])}
     if path is None:
         return None
     is_here = os.path.exists(path) or os.path.exists(os.path.dirname(path))

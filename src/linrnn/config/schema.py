@@ -9,6 +9,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
+from math import lcm
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +18,7 @@ from linrnn.core.errors import ConfigError
 
 MUST_BE_GIVEN = "???"  # OmegaConf's word for a value without a default
 GPUS = ("h100", "h200", "a100", "l40s", "rtx4090")  # that a forecast knows (linrnn.costs.gpus)
+LONGEST_CYCLE = 100_000  # sequences until the order of a mixture's sources repeats
 PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"  # safe as part of a file's name: no separators, no leading dot
 
 
@@ -232,16 +235,41 @@ class StdlibDataConfig(TokenizedDataConfig):
 
 
 @dataclass
+class SourceConfig:
+    """One of several sources of text."""
+
+    path: Any = option(MUST_BE_GIVEN, "file, folder, glob or [a.txt,notes]", path="read", several=True)
+    weight: float = option(1.0, "its share of the training sequences, relative to the other weights")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"data.sources: {self.path} has weight {self.weight:g}", "give it a number above 0")
+
+
+@dataclass
 class TextDataConfig(TokenizedDataConfig):
     """Local files: text or .jsonl, each also compressed (.xz, .gz, .bz2, .zst), or .parquet."""
 
     path: Any = option(MUST_BE_GIVEN, "training text: file, folder, glob or [a.txt,notes]", path="read", several=True)
+    sources: list[SourceConfig] = option(
+        [], "in place of path, a mixture: [{path: a.txt, weight: 0.7}, {path: b.jsonl, weight: 0.3}]"
+    )
     valid_path: Any = option(None, "validation text, as above; null: text is held out", path="read", several=True)
     text_field: str = option("text", "the field or column of .jsonl and .parquet that holds the text")
     document_separator: str | None = option(None, "ends a document of a file: blank_line or a string; null: one only")
 
     def __post_init__(self) -> None:
-        if self.path in (None, []):
+        if self.sources and self.path is not None:
+            raise ConfigError("data.path and data.sources are both given", "leave one of them out")
+        if len(self.sources) == 1:
+            raise ConfigError("data.sources names one source", "give its path in data.path, or name two or more")
+        weights = [Fraction(str(source.weight)) for source in self.sources]
+        if weights and lcm(*((weight / sum(weights)).denominator for weight in weights)) > LONGEST_CYCLE:
+            raise ConfigError(
+                f"data.sources: no {LONGEST_CYCLE:,} sequences have exactly the shares of weights with so many digits",
+                "round them so that they add up to 1 or 100",
+            )
+        if self.path in (None, []) and not self.sources:
             raise ConfigError("data.path names no file", "add data.path=…: a file, a folder, a glob or a list of them")
         if self.document_separator == "":
             raise ConfigError(

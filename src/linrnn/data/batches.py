@@ -6,10 +6,15 @@ token once, except the very first (and, in training, a tail shorter than T).
 An epoch visits every block once, in an order that depends only on the seed and the epoch's number. All epochs together
 form one endless sequence of rows. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B). Of these,
 rank r takes those at r, r + W, r + 2W and so on. A run is therefore continued from one number, on any number of ranks.
+
+In a mixture each row belongs to a source, which only the row's number and the shares decide: the source whose rows lag
+its share most. Each source has its own epochs, so a small one begins again while a large one goes on.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
 from typing import Any, overload
 
 import numpy as np
@@ -54,8 +59,11 @@ class BatchLoader:
         reset_at_document: flatten the rows and mark document borders (see `Batch`). A document's first token is then
             never predicted from the document before it.
 
+    Attributes:
+        n_blocks: sequences of an epoch; of a mixture, of all sources together.
+
     Raises:
-        DataError: the text is shorter than one block.
+        DataError: the text, or one source's, is shorter than one block.
     """
 
     def __init__(
@@ -71,17 +79,24 @@ class BatchLoader:
     ) -> None:
         if not 0 <= rank < world_size or batch_size < 1 or seq_len < 1:
             raise ValueError(f"{rank=}, {world_size=}, {batch_size=}, {seq_len=}")
-        self.n_blocks = (shards.n_tokens - 1) // seq_len
-        if self.n_blocks < 1:
-            raise DataError(
-                f"the training text has {shards.n_tokens:,} tokens, one block needs {seq_len + 1:,}",
-                f"lower trainer.seq_len below {max(shards.n_tokens, 2):,} or give more text",
-            )
+        self._blocks_of = [(part.n_tokens - 1) // seq_len for part in shards.parts]
+        self.n_blocks = sum(self._blocks_of)
+        for part, n_blocks in zip(shards.parts, self._blocks_of, strict=True):
+            if n_blocks < 1:
+                raise DataError(
+                    f"{part.name} has {part.n_tokens:,} tokens, one block needs {seq_len + 1:,}",
+                    f"lower trainer.seq_len below {max(part.n_tokens, 2):,} or give more text",
+                )
+        self._cycle = cycle_of([part.weight for part in shards.parts])
+        self._rows_in_cycle = np.bincount(self._cycle)  # of each source
+        self._before = np.empty_like(self._cycle)  # rows of the same source before each row of the cycle
+        for number, rows in enumerate(self._rows_in_cycle):
+            self._before[self._cycle == number] = np.arange(rows)
         self._shards, self._seq_len, self._batch_size, self._seed = shards, seq_len, batch_size, seed
         self._rank, self._world_size = rank, world_size
         self._reset = reset_at_document
         self._rows_done = 0  # in the global order, over all ranks
-        self._order: tuple[int, np.ndarray] | None = None
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # the latest epoch of each source, and its order
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -90,7 +105,7 @@ class BatchLoader:
         rows_of_step = self._batch_size * self._world_size
         rows = self._rows_done + np.arange(self._rank, rows_of_step, self._world_size)
         self._rows_done += rows_of_step
-        starts = self._blocks(rows) * self._seq_len
+        starts = self._starts(rows)
         return make_batch(self._shards, starts, self._seq_len, reset_at_document=self._reset)
 
     def labels_ahead(self, n_batches: int) -> int:
@@ -102,11 +117,18 @@ class BatchLoader:
         n_labels = len(rows) * self._seq_len
         if not self._reset:
             return n_labels
-        starts = self._blocks(rows) * self._seq_len
+        starts = self._starts(rows)
         ended, ends = _document_ends(self._shards.document_ends, starts, starts + self._seq_len + 1)
         return n_labels - len(
             np.unique(ended * (self._seq_len + 1) + ends)
         )  # an empty document ends where another does
+
+    def remark(self, n_rows: int) -> str | None:
+        """How often `n_rows` sequences, over all ranks, pass over each source of a mixture; None for one text."""
+        shares = self._rows_in_cycle / len(self._cycle)
+        of_sources = zip(self._shards.parts, self._blocks_of, shares, strict=True)
+        epochs = [f"{n_rows * share / blocks:.2f} epochs of {part.name}" for part, blocks, share in of_sources]
+        return f"{n_rows:,} sequences are {', '.join(epochs)}" if len(epochs) > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the rows taken so far over all ranks, and the identity of these rows."""
@@ -140,20 +162,41 @@ class BatchLoader:
             "seed": self._seed,
         }
 
-    def _blocks(self, rows: np.ndarray) -> np.ndarray:
-        epochs, positions = np.divmod(rows, self.n_blocks)
-        blocks = np.empty_like(positions)
-        for epoch in range(epochs[0], epochs[-1] + 1):
-            here = epochs == epoch
-            blocks[here] = self._epoch_order(epoch)[positions[here]]
-        return blocks
+    def _starts(self, rows: np.ndarray) -> np.ndarray:
+        """The first token of each row, of ascending numbers."""
+        cycles, places = np.divmod(rows, len(self._cycle))
+        starts = np.empty_like(rows)
+        for number, part in enumerate(self._shards.parts):
+            mine = self._cycle[places] == number
+            taken = cycles[mine] * self._rows_in_cycle[number] + self._before[places[mine]]
+            epochs, positions = np.divmod(taken, self._blocks_of[number])
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                positions[here] = self._epoch_order(number, int(epoch))[positions[here]]
+            starts[mine] = part.start + positions * self._seq_len
+        return starts
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
+    def _epoch_order(self, part: int, epoch: int) -> np.ndarray:
+        if part not in self._orders or self._orders[part][0] != epoch:
             # NumPy never changes RandomState's stream. A Generator's may change between versions.
-            source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([self._seed, epoch])))
-            self._order = (epoch, source.permutation(self.n_blocks))
-        return self._order[1]
+            seeds = [self._seed, epoch, *([part] if part else [])]
+            source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
+            self._orders[part] = (epoch, source.permutation(self._blocks_of[part]))
+        return self._orders[part][1]
+
+
+def cycle_of(weights: Sequence[float]) -> np.ndarray:
+    """The sources of successive rows, until their order repeats: always the one whose rows lag its share most."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    length = lcm(*((weight / total).denominator for weight in exact))
+    rows_of = [int(weight / total * length) for weight in exact]
+    order, lags = np.empty(length, np.int64), [0] * len(rows_of)
+    for row in range(length):
+        lags = [lag + rows for lag, rows in zip(lags, rows_of, strict=True)]
+        order[row] = source = lags.index(max(lags))
+        lags[source] -= length
+    return order
 
 
 def make_batch(
@@ -162,20 +205,20 @@ def make_batch(
     seq_len: int,
     *,
     reset_at_document: bool,
-    stop: int | None = None,
+    stop: np.ndarray | None = None,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
     """The batch of the blocks that begin at tokens `starts`.
 
     Args:
         starts: (B,) first input token of each row. A row that begins at or beyond `stop` - 1 predicts nothing.
-        stop: end of the tokens to use (exclusive). What lies beyond is padded with 0 and has label -100.
+        stop: (B,) end of the tokens that a row may use (exclusive); None: of all. What lies beyond is padded with 0 and
+            has label -100.
         token_bytes: the bytes of each token; give it to count the labels' bytes.
     """
-    stop = shards.n_tokens if stop is None else stop
     n_rows = len(starts)
     tokens = np.zeros((n_rows, seq_len + 1), np.int64)
-    lengths = np.clip(stop - starts, 0, seq_len + 1)
+    lengths = np.clip((shards.n_tokens if stop is None else stop) - starts, 0, seq_len + 1)
     for row, start, length in zip(tokens, starts.tolist(), lengths.tolist(), strict=True):
         if length:
             shards.read_into(start, row[:length])
@@ -225,10 +268,11 @@ def check_validation(shards: ShardSet) -> None:
 class BatchesOnce(Sequence[Batch]):
     """The batches of a validation pass: each token but the first is predicted exactly once, in order.
 
-    A batch is built when it is asked for. All batches have the full shape; padding of the last one has label -100.
+    A batch is built when it is asked for. All batches have the full shape; padding of the last one has label -100. A
+    mixture is read source by source.
 
     Args:
-        max_tokens: upper bound on the number of labels; None for all.
+        max_tokens: upper bound on the number of labels, of which each source has its share; None for all.
         token_bytes: the bytes of each token; give it to count the labels' bytes.
 
     Raises:
@@ -246,12 +290,21 @@ class BatchesOnce(Sequence[Batch]):
         token_bytes: TokenBytes | None = None,
     ) -> None:
         check_validation(shards)
-        self._stop = shards.n_tokens if max_tokens is None else min(shards.n_tokens, max_tokens + 1)
+        total = sum(part.weight for part in shards.parts)
+        self._firsts: list[int] = []
+        self._stops: list[int] = []
+        rows: list[int] = []
+        for part in shards.parts:
+            most = part.n_tokens if max_tokens is None else int(max_tokens * (part.weight / total)) + 1
+            self._firsts.append(part.start)
+            self._stops.append(part.start + min(part.n_tokens, most))
+            rows.append(-(-(self._stops[-1] - part.start - 1) // seq_len))
+        self._row_ends = np.cumsum(rows)
         self._shards, self._seq_len, self._batch_size = shards, seq_len, batch_size
         self._reset, self._token_bytes = reset_at_document, token_bytes
 
     def __len__(self) -> int:
-        return -(-(self._stop - 1) // (self._batch_size * self._seq_len))
+        return -(-int(self._row_ends[-1]) // self._batch_size)
 
     @overload
     def __getitem__(self, index: int) -> Batch: ...
@@ -262,12 +315,14 @@ class BatchesOnce(Sequence[Batch]):
     def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        number = range(len(self))[index]
+        rows = range(len(self))[index] * self._batch_size + np.arange(self._batch_size)
+        parts = np.searchsorted(self._row_ends[:-1], rows, side="right")
+        rows -= np.concatenate([[0], self._row_ends[:-1]])[parts]
         return make_batch(
             self._shards,
-            (number * self._batch_size + np.arange(self._batch_size)) * self._seq_len,
+            np.array(self._firsts)[parts] + rows * self._seq_len,
             self._seq_len,
-            stop=self._stop,
+            stop=np.array(self._stops)[parts],
             reset_at_document=self._reset,
             token_bytes=self._token_bytes,
         )

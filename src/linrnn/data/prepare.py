@@ -20,18 +20,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from linrnn.config.schema import DataConfig, MarkovDataConfig, TokenizedDataConfig
+from linrnn.config.schema import DataConfig, MarkovDataConfig, TextDataConfig, TokenizedDataConfig
 from linrnn.core.errors import ConfigError, DataError, StorageError
 from linrnn.core.machine import GIB, free_disk
 from linrnn.data.markov import END, MarkovChain
@@ -41,6 +41,7 @@ from linrnn.data.shards import (
     FORMAT_VERSION,
     META,
     SPLITS,
+    Mixture,
     ShardSet,
     SplitWriter,
     read_meta,
@@ -128,8 +129,12 @@ def prepare(config: DataConfig, *, progress: Report | None = None) -> PreparedDa
     report = progress or (lambda _: None)
     if isinstance(config, MarkovDataConfig):
         return _prepare_markov(config, report)
+    if isinstance(config, TextDataConfig) and config.sources:
+        return _prepare_mixture(config, report)
     if isinstance(config, TokenizedDataConfig):
-        return _prepare_text(config, report)
+        source = make_source(config)
+        period = _holdout_period(config, source)
+        return _prepare_text(config, source, period, _tokenizer(config, [(source, period)], report), report)
     raise TypeError(f"cannot prepare {type(config).__name__}")
 
 
@@ -154,20 +159,43 @@ def _vocabulary_of(tokenizer: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------- text
-def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
-    source = make_source(config)
+def _prepare_mixture(config: TextDataConfig, report: Report) -> PreparedData:
+    """Every source as data of its own, which other mixtures share, all with one tokenizer."""
+    alone = [replace(config, path=source.path, sources=[]) for source in config.sources]
+    found = [(source := make_source(one, "data.sources"), _holdout_period(one, source)) for one in alone]
+    tokenizer = _tokenizer(config, found, report)
+    prepared = [_prepare_text(one, *of_one, tokenizer, report) for one, of_one in zip(alone, found, strict=True)]
+    first, names, weights = prepared[0], [s.description for s, _ in found], [s.weight for s in config.sources]
+    train = Mixture(names, [one.train for one in prepared], weights)
+    own = config.valid_path is None
+    shares = [
+        f"{weight / sum(weights):.1%} of {one.description}" for weight, one in zip(weights, prepared, strict=True)
+    ]
+    return replace(
+        first,
+        train=train,
+        valid=Mixture(names, [one.valid for one in prepared], weights) if own else first.valid,
+        fingerprint=train.fingerprint,
+        description="a mixture: " + "; ".join(shares),
+        directory=first.directory.parent,
+    )
+
+
+def _holdout_period(config: TokenizedDataConfig, source: Source) -> int | None:
+    """Every how many documents one is held out; None if the source has validation text."""
+    if source.has_validation:
+        return None
+    if config.valid_fraction == 0:
+        cause = f"data={config.name} has no validation text of its own and data.valid_fraction is 0"
+        raise ConfigError(cause, "set data.valid_fraction (0.01, say), or name validation data")
+    return round(1 / config.valid_fraction)
+
+
+def _prepare_text(
+    config: TokenizedDataConfig, source: Source, period: int | None, tokenizer: Tokenizer, report: Report
+) -> PreparedData:
     for remark in source.remarks:
         report(Progress(remark, finished=True))
-    period = None
-    if not source.has_validation:
-        if config.valid_fraction == 0:
-            cause = f"data={config.name} has no validation text of its own and data.valid_fraction is 0"
-            raise ConfigError(cause, "set data.valid_fraction (0.01, say), or name validation data")
-        period = round(1 / config.valid_fraction)
-    if config.tokenizer is not None:
-        tokenizer = load_tokenizer(config.tokenizer)
-    else:
-        tokenizer = _tokenizer_trained_here(config, source, period, report)
     recipe = {
         "source": source.identity,
         "holdout_period": period,
@@ -200,18 +228,25 @@ def _prepare_text(config: TokenizedDataConfig, report: Report) -> PreparedData:
     return _open(directory, source.description, which, token_fingerprint=tokenizer.hash, tokenizer=tokenizer)
 
 
-def _tokenizer_trained_here(
-    config: TokenizedDataConfig, source: Source, period: int | None, report: Report
-) -> Tokenizer:
-    """A BPE trained on the first part of the training text. It is stored in the cache directory."""
+def _tokenizer(config: TokenizedDataConfig, sources: Sequence[tuple[Source, int | None]], report: Report) -> Tokenizer:
+    """The tokenizer that `config` names, or a BPE trained on the first training text. The cache directory keeps it.
+
+    Args:
+        sources: each gives an equal part of the text, without every k-th document, which is held out; None: with all.
+    """
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer)
     entries = config.tokenizer_vocab_size
-    key = _key([source.identity, period, entries, TOKENIZER_SAMPLE_BYTES])
+    text = [word for source, period in sources for word in (source.identity, period)]
+    key = _key([*text, entries, TOKENIZER_SAMPLE_BYTES])
     path = _cache(config) / f"tokenizer-{entries}-{key}.json"
     if not path.is_file():
         with _locked(path, report):
             if not path.is_file():  # nobody else has trained it meanwhile
                 report(Progress(f"training a tokenizer of {entries:,} entries", finished=True))
-                tokenizer = train_tokenizer(_sample(source, period), entries)
+                n_bytes = TOKENIZER_SAMPLE_BYTES // len(sources)
+                samples = (_sample(source, period, n_bytes) for source, period in sources)
+                tokenizer = train_tokenizer(chain.from_iterable(samples), entries)
                 if tokenizer.vocab_size < entries:
                     few = f"the text is too small for more than {tokenizer.vocab_size:,} of them"
                     report(Progress(few, finished=True))
@@ -222,14 +257,14 @@ def _tokenizer_trained_here(
     return tokenizer
 
 
-def _sample(source: Source, period: int | None) -> Iterator[str]:
+def _sample(source: Source, period: int | None, most: int) -> Iterator[str]:
     n_bytes = 0
     texts = (document.text for document in source.documents("train") if document.text)
     for number, text in enumerate(texts):
         if split_of("train", number, period) == "train":
             yield text
             n_bytes += len(text.encode())
-            if n_bytes >= TOKENIZER_SAMPLE_BYTES:
+            if n_bytes >= most:
                 return
 
 

@@ -14,13 +14,13 @@ Documents are packed one after another. A document lies in one shard; a block of
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -177,6 +177,15 @@ def _open_at(path: Path, size: int) -> Any:
     return open(path, "ab")
 
 
+class Part(NamedTuple):
+    """A source of a mixture: its tokens [start, start + n_tokens) of a split, and its weight among the sources."""
+
+    name: str
+    start: int
+    n_tokens: int
+    weight: float
+
+
 class ShardSet:
     """All tokens of one split as one long, memory-mapped sequence.
 
@@ -211,6 +220,11 @@ class ShardSet:
     @property
     def n_tokens(self) -> int:
         return int(self._starts[-1])
+
+    @property
+    def parts(self) -> list[Part]:
+        """What batches are drawn from: all of it, or the sources of a :class:`Mixture`."""
+        return [Part("the training text", 0, self.n_tokens, 1.0)]
 
     @property
     def size(self) -> int:
@@ -282,6 +296,42 @@ class ShardSet:
             if spelt != shard.bytes:
                 return f"the tokens of {shard.file} stand for {spelt:,} bytes, its text has {shard.bytes:,}"
         return None
+
+
+class Mixture(ShardSet):
+    """The same split of several prepared sources, one after another. Each is a part with its weight.
+
+    Args:
+        names: of the sources, for messages.
+        sets: their shards, all with tokens of one tokenizer.
+        weights: decide how often each is drawn from, in relation to the others.
+    """
+
+    def __init__(self, names: Sequence[str], sets: Sequence[ShardSet], weights: Sequence[float]) -> None:
+        self._sets, self.dtype = sets, sets[0].dtype
+        self.fingerprint = _fingerprint({"sources": [one.fingerprint for one in sets], "weights": list(weights)})
+        self.shards = [shard for one in sets for shard in one.shards]
+        self._tokens = [tokens for one in sets for tokens in one._tokens]
+        self._starts = np.cumsum([0] + [shard.tokens for shard in self.shards])
+        sizes = [one.n_tokens for one in sets]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self._parts = [Part(*part) for part in zip(names, starts, sizes, weights, strict=True)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return self._parts
+
+    @cached_property
+    def document_ends(self) -> np.ndarray:
+        sets = zip(self._sets, self._parts, strict=True)
+        return np.concatenate([one.document_ends + part.start for one, part in sets])
+
+    def verify(self) -> None:
+        for one in self._sets:
+            one.verify()
+
+    def misspelt(self, token_bytes: TokenBytes, max_tokens: int | None) -> str | None:
+        return next((why for one in self._sets if (why := one.misspelt(token_bytes, max_tokens))), None)
 
 
 def _broken(path: Path, what: str) -> DataError:

@@ -47,12 +47,12 @@ class Source:
         raise NotImplementedError
 
 
-def make_source(config: TokenizedDataConfig) -> Source:
-    """The source that a configuration names."""
+def make_source(config: TokenizedDataConfig, key: str = "data.path") -> Source:
+    """The source that a configuration names. `key` has its path, for messages."""
     if isinstance(config, StdlibDataConfig):
         return StdlibSource()
     if isinstance(config, TextDataConfig):
-        return TextSource(config)
+        return TextSource(config, key)
     assert isinstance(config, HubDataConfig), config
     return HubSource(config)
 
@@ -64,11 +64,11 @@ class TextSource(Source):
     hold out every k-th. Else the end of the text is held out here: `valid_fraction` of its characters.
     """
 
-    def __init__(self, config: TextDataConfig) -> None:
+    def __init__(self, config: TextDataConfig, key: str = "data.path") -> None:
         self._text_field, self._separator = config.text_field, config.document_separator
         remarks: list[str] = []
         self.remarks = remarks
-        self._files = {"train": find_files(config.path, "data.path", remarks.append)}
+        self._files = {"train": find_files(config.path, key, remarks.append)}
         if config.valid_path is not None:
             self._files["valid"] = find_files(config.valid_path, "data.valid_path", remarks.append)
         files = [file for of_split in self._files.values() for file in of_split]

@@ -267,7 +267,8 @@ def inputs_elsewhere(config: Config, *, resumes: bool = False) -> tuple[list[Dat
     of_hub: list[str] = []
     data = config.data
     if isinstance(data, TextDataConfig):
-        for key, path in ("data.path", data.path), ("data.valid_path", data.valid_path):
+        sources = [("data.sources", source.path) for source in data.sources]
+        for key, path in (*sources, ("data.path", data.path), ("data.valid_path", data.valid_path)):
             try:
                 _ = path is None or find_files(path, key)
             except DataError as error:

@@ -133,6 +133,7 @@ class Trainer:
             world_size=self.ranks.world_size,
             reset_at_document=config.data.reset_at_document,
         )
+        self._notes.append(self.loader.remark(self.plan.total_steps * self.plan.sequences_per_step))
 
     # ---------------------------------------------------------------------------------------------------- the run
     def fit(self) -> dict[str, Any]:
