@@ -6,14 +6,20 @@ They take too few versions or shapes to train with.
   the logits (torch >= 2.12).
 * `liger_sm90`: liger-kernel 0.8.5 with CuTe DSL, for Hopper; it stores N x V.
 * `quack`: QuACK's chunked loss, also in CuTe for Hopper; `quack/1024` has chunks of 1024 tokens in place of 4096.
+* `liger_flsce`, `liger_cutile`, `trl`, `unsloth`, `verl`: what these libraries compute with their default settings. Of
+  verl and Unsloth one module is imported, without the package around it, which wants Ray or changes transformers.
 * `paper/…`: this repository's kernels with the flags of the variants in Wijmans et al., "Cut Your Losses in
   Large-Vocabulary Language Models", ICLR 2025.
 * `nothing`: no loss at all, the floor of the host's time (benchmarks/kernels.py).
 """
 
 import logging
+import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -134,6 +140,85 @@ class Quack(LossBackend):
         return loss, {}
 
 
+def _alone(name: str) -> Any:
+    """A module of a package, imported without the code of the packages that hold it."""
+    parents, path = name.split(".")[:-1], None
+    for i in range(len(parents)):
+        parent = ".".join(parents[: i + 1])
+        spec = PathFinder.find_spec(parent, path)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {parent!r}", name=parent)
+        path = list(spec.submodule_search_locations or ())
+        empty = ModuleType(parent)
+        empty.__path__ = path
+        sys.modules.setdefault(parent, empty)
+    return import_module(name)
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _liger_flsce() -> Loss:
+    function = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")  # else it would fall back in silence
+    return lambda *tensors: function.LigerFusedLinearScaledCrossEntropyFunction.apply(*tensors).sum()
+
+
+def _liger_cutile() -> Loss:
+    function = import_module("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
+    loss = function.LigerFusedLinearCrossEntropyFunction
+    return lambda *tensors: loss.apply(*tensors, None, None, IGNORE_INDEX, 0.0, 0.0, "sum")[0]
+
+
+def _trl() -> Loss:
+    function, chunk = import_module("trl.kernels"), import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+        arguments = hidden_ND, weight_VD, None, labels_N, 1.0, chunk, None, 1.0, ()
+        return -function.ChunkedLogProbFunction.apply(*arguments)[0].sum()
+
+    return loss
+
+
+def _unsloth() -> Loss:
+    function = _alone("unsloth_zoo.fused_losses.chunked_logprob").unsloth_chunked_ce_loss
+    return lambda hidden, weight, labels: function(hidden, weight, None, labels, n_items=1, shift_labels=False)
+
+
+def _verl() -> Loss:
+    _alone("verl.utils.kernel.kernels")
+    function = _alone("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return lambda *tensors: -function(*tensors, 1.0, "sum")[0]
+
+
+# What imports a library's loss, and what installs it.
+_LIBRARIES: dict[str, tuple[Callable[[], Loss], str]] = {
+    "liger_flsce": (_liger_flsce, "liger-kernel[cutedsl]==0.8.5"),
+    "liger_cutile": (_liger_cutile, "liger-kernel==0.8.5 cuda-tile[tileiras]"),
+    "trl": (_trl, "trl==1.16.0"),
+    "unsloth": (_unsloth, "unsloth_zoo==2026.10.9"),
+    "verl": (_verl, "verl==0.9.1"),
+}
+
+
+class OfLibrary(LossBackend):
+    """The loss of another library, with its default settings, on labels of which none is ignored."""
+
+    def __init__(self, config: LossConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self._loss = _LIBRARIES[config.name][0]()
+
+    @classmethod
+    def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
+        require_cuda(device, f"loss={config.name}", "choose loss=cce_kahan")
+        load, install = _LIBRARIES[config.name]
+        package = install.partition("==")[0].partition("[")[0]
+        require_package(package, package, f"loss={config.name}", install, lambda _: load())
+
+    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._loss(hidden_ND, weight_VD, labels_N), {}
+
+
 class PaperVariant(LossBackend):
     """This repository's kernels with the flags of a variant of the paper."""
 
@@ -184,6 +269,7 @@ OTHER_LOSSES: dict[str, type[LossBackend]] = {
     "liger_sm90": LigerSm90,
     "quack": Quack,
     **{f"quack/{chunk}": Quack for chunk in _QUACK_CHUNKS},
+    **dict.fromkeys(_LIBRARIES, OfLibrary),
     **{f"paper/{variant}": PaperVariant for variant in _PAPER_VARIANTS},
 }
 UNLISTED.update(OTHER_LOSSES)  # where build_loss finds them
