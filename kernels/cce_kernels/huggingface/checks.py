@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .deferred import DeferredLogits, LogitsNeeded, View
+from .deferred import DeferredLogits, LogitsNeeded, View, of_zero3
 
 _LINEAR_FORWARD = nn.Linear.forward
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -132,18 +132,14 @@ def check_model(model: Any, kind: Any) -> None:
 def _check_head(head: Any) -> None:
     """Raise a ValueError unless the head is a plain nn.Linear without hooks and with plain tensors.
 
-    FSDP2 may have sharded it: then its class and its tensors are FSDP2's, and its hooks torch's.
+    FSDP2 may have sharded it: then its class and its tensors are FSDP2's, and its hooks torch's. Or ZeRO-3: then its
+    hooks are DeepSpeed's, and the loss is computed between them.
     """
     sharded = _of_fsdp2(type(head))
     if type(head) is not nn.Linear and not sharded:
         raise ValueError(
             f"model: its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear; leave the "
             "head out of adapters (LoRA), quantisation and parametrizations"
-        )
-    if hasattr(head.weight, "ds_id"):  # so DeepSpeed marks the parameters that ZeRO-3 shards
-        raise ValueError(
-            "model: DeepSpeed's ZeRO-3 shards its head, and gathers it in hooks that patch would skip; use ZeRO-2, or "
-            "give linear_cross_entropy the head's weight inside deepspeed.zero.GatheredParameters"
         )
     if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD:
         raise ValueError(
@@ -158,7 +154,8 @@ def _check_head(head: Any) -> None:
                 "quantisation and sharding must leave the head out"
             )
     hooks = [getattr(head, name) for name in _HOOKS]
-    if any(map(_alters, hooks) if sharded else hooks) or any(map(_alters, _GLOBAL_HOOKS)):
+    known = sharded or of_zero3(head)
+    if any(map(_alters, hooks) if known else hooks) or any(map(_alters, _GLOBAL_HOOKS)):
         raise ValueError(
             "model: its head has forward or backward hooks (pruning, spectral_norm and weight_norm add such), "
             "which patch would skip; remove them"
@@ -172,8 +169,8 @@ def _of_fsdp2(kind: type) -> bool:
 
 
 def _alters(hooks: dict[int, Any]) -> bool:
-    """Whether any hook is not torch's own. Torch's own hooks only watch (FlopCounterMode)."""
-    return any(_package(hook) != "torch" for hook in hooks.values())
+    """Whether any hook is neither torch's, which only watches (FlopCounterMode), nor ZeRO-3's, which gathers."""
+    return any(_package(hook) not in ("torch", "deepspeed") for hook in hooks.values())
 
 
 def innermost(forward: Any) -> Any:

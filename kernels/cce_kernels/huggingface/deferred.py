@@ -7,6 +7,7 @@ name, an auxiliary loss of experts) stays its own. An operation on logits that t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -126,14 +127,38 @@ class DeferredLogits:
         self, labels: Any, shift_labels: Tensor | None, ignore_index: int, items: Any, options: dict[str, Any]
     ) -> Tensor:
         """The `causal_lm_loss` of these logits."""
-        return causal_lm_loss(
-            self.hidden, self.head.weight, labels, shift_labels, ignore_index, items, **self.options(), **options
+        return self._in_head(
+            lambda hidden: causal_lm_loss(
+                hidden, self.head.weight, labels, shift_labels, ignore_index, items, **self.options(), **options
+            )
         )
 
     def predictions(self) -> Tensor:
         """The tokens (...) with the largest logits, int64."""
-        options = {name: x for name, x in self.options().items() if name != "softcap"}
-        return predicted_tokens(self.hidden, self.head.weight, **options)
+
+        def largest(hidden: Tensor) -> Tensor:
+            options = {name: x for name, x in self.options().items() if name != "softcap"}
+            return predicted_tokens(hidden, self.head.weight, **options)
+
+        return self._in_head(largest)
+
+    def _in_head(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """`function` of the hidden states, where the head's weight is whole.
+
+        ZeRO-3 gathers it around the head's forward, in both passes. So `function` then runs as that forward.
+        """
+        if not of_zero3(self.head):
+            return function(self.hidden)
+        vars(self.head)["forward"] = function
+        try:
+            return self.head(self.hidden)
+        finally:
+            del vars(self.head)["forward"]
+
+
+def of_zero3(head: nn.Module) -> bool:
+    """Whether DeepSpeed's ZeRO-3 shards a head. It gathers the weight in hooks around the head's forward."""
+    return hasattr(head.weight, "ds_id")
 
 
 class DeferredHead:

@@ -23,7 +23,8 @@ class NoPredictions(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") == "__get__":  # shape, dtype and the like, which libraries look at
+        # What libraries do to every output: look at shape and dtype, and detach it (DeepSpeed's hooks).
+        if getattr(function, "__name__", "") in ("__get__", "detach"):
             return super().__torch_function__(function, types, args, kwargs or {})
         raise ValueError(
             "predictions: a model patched by cce_kernels has no logits for compute_metrics; "
