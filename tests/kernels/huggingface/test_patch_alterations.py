@@ -81,7 +81,7 @@ def pruned_for_good(model: Any) -> None:
 
 
 def zero3(model: Any) -> None:
-    """Marked and hooked as by DeepSpeed."""
+    """Marked as by DeepSpeed, and hooked by somebody else."""
     model.lm_head.weight.ds_id = 0
     model.lm_head.register_forward_pre_hook(lambda _, x: (2 * x[0],))
 
@@ -187,7 +187,7 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "weight_norm": (llama, lambda m: (weight_norm(m.lm_head), m.lm_head.weight_g.data.mul_(2)), HOOKS),
     "parametrized spectral_norm": (llama, on_head(parametrizations.spectral_norm), NOT_LINEAR),
     "parametrized weight_norm": (llama, on_head(parametrizations.weight_norm), NOT_LINEAR),
-    "ZeRO-3": (llama, zero3, r"ZeRO-3 shards its head.*inside deepspeed.zero.GatheredParameters"),
+    "ZeRO-3, and a hook beside DeepSpeed's": (llama, zero3, HOOKS),
     "pruned": (llama, on_head(prune.l1_unstructured, "weight", amount=0.5), HOOKS),
     # the loss
     "loss_function": (llama, sets("loss_function", lambda logits, labels, **_: logits.square().mean()), LOSS),

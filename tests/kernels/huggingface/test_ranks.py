@@ -1,4 +1,4 @@
-"""A patched model on two ranks: transformers' Trainer with DDP, and PyTorch's FSDP2, as without the patch."""
+"""A patched model on two ranks: Trainer with DDP or FSDP2, PyTorch's FSDP2, and LoRA there, as without the patch."""
 
 import os
 import socket
@@ -20,11 +20,24 @@ from torch.distributed.tensor import DTensor
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks have their own process")
 RANKS = 2
 FSDP2: dict[str, dict[str, Any]] = {
-    "FSDP2": {}, "FSDP2, head by itself": {}, "FSDP2, tied": {"tie_word_embeddings": True}
+    "FSDP2": {}, "FSDP2, head by itself": {"head": True}, "FSDP2, tied": {"tie_word_embeddings": True},
+    "FSDP2, LoRA": {"lora": True},
+}  # fmt: skip
+TRAINERS: dict[str, dict[str, bool]] = {
+    "Trainer, DDP": {}, "Trainer, FSDP2": {"fsdp": True}, "Trainer, FSDP2, LoRA": {"fsdp": True, "lora": True}
 }  # fmt: skip
 
 
-def trained(patched: bool, folder: str, device: str, fsdp: bool = False) -> list[float]:
+def adapted(model: Any) -> Any:
+    """The model with adapters on its attention, which alone are trained."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def trained(patched: bool, folder: str, device: str, fsdp: bool = False, lora: bool = False) -> list[float]:
     """Losses and gradients' norms of a Trainer, which wraps the model in DDP or FSDP2."""
     from transformers import Trainer, TrainingArguments  # seconds, which only the ranks shall pay
 
@@ -38,28 +51,33 @@ def trained(patched: bool, folder: str, device: str, fsdp: bool = False) -> list
         folder, **where, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none",
         seed=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(build_hf("Llama"), arguments, train_dataset=rows)
+    model = build_hf("Llama")
+    trainer = Trainer(adapted(model) if lora else model, arguments, train_dataset=rows)
     if patched:
         cce_kernels.patch_trainer(trainer)
     trainer.train()
-    assert type(trainer.model_wrapped).__name__ == ("FSDPLlamaForCausalLM" if fsdp else "DistributedDataParallel")
-    assert cce_kernels.is_patched(trainer.model) == patched
+    assert type(trainer.model_wrapped).__name__.startswith("FSDP" if fsdp else "DistributedDataParallel")
+    assert cce_kernels.is_patched(model) == patched
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-def sharded(patched: bool, head: bool, rank: int, device: str, **options: Any) -> list[torch.Tensor]:
+def sharded(
+    patched: bool, rank: int, device: str, head: bool = False, lora: bool = False, **options: Any
+) -> list[torch.Tensor]:
     """The loss and the gradients of a model under FSDP2, with the head as a part of its own or of the whole model."""
     ids, labels = (x[rank : rank + 1].to(device) for x in batch())
-    model = build_hf("Llama", **options).to(device)
+    inner = build_hf("Llama", **options).to(device)
     if patched:
-        cce_kernels.patch(model, predictions=True)
-    for part in (*model.model.layers, *([model.lm_head] if head else []), model):
+        cce_kernels.patch(inner, predictions=True)
+    model = adapted(inner) if lora else inner
+    for part in (*inner.model.layers, *([inner.lm_head] if head else []), model):
         fully_shard(part)
     output = model.train()(input_ids=ids, labels=labels)
     assert ("logits" in output) != patched
     output.loss.backward()
-    assert all(isinstance(x.grad, DTensor) for x in model.parameters())
-    found = [output.loss.detach(), *(x.grad.full_tensor() for x in model.parameters())]
+    gradients = [x.grad for x in model.parameters() if x.requires_grad]
+    assert all(isinstance(gradient, DTensor) for gradient in gradients)
+    found = [output.loss.detach(), *(gradient.full_tensor() for gradient in gradients)]
     with torch.no_grad():
         evaluated = model.eval()(input_ids=ids, labels=labels)
     return [*found, evaluated.loss, evaluated.predictions if patched else evaluated.logits.argmax(-1)]
@@ -74,12 +92,11 @@ def a_rank(rank: int, port: int, folder: str, device: str = "cpu") -> None:
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
     try:
-        for name in ("Trainer, DDP", "Trainer, FSDP2") if device == "cuda" else ("Trainer, DDP",):
-            fsdp = name == "Trainer, FSDP2"
-            found[name] = [trained(patched, f"{folder}/{rank}", device, fsdp) for patched in (True, False)]
+        for name, options in TRAINERS.items():
+            if device == "cuda" or "fsdp" not in options:  # accelerate has no FSDP on a CPU
+                found[name] = [trained(patched, f"{folder}/{rank}", device, **options) for patched in (True, False)]
         for name, options in FSDP2.items():
-            head = "by itself" in name
-            found[name] = [sharded(patched, head, rank, device, **options) for patched in (True, False)]
+            found[name] = [sharded(patched, rank, device, **options) for patched in (True, False)]
     except Exception:
         found["error"] = traceback.format_exc()
     finally:
@@ -128,5 +145,5 @@ def test_losses_and_gradients_are_those_without_the_patch_on_two_gpus(tmp_path):
         process.kill()
     for rank in range(RANKS):
         of_rank = torch.load(tmp_path / f"found.{rank}", map_location="cpu")
-        for name in ("Trainer, DDP", "Trainer, FSDP2", *FSDP2):
+        for name in (*TRAINERS, *FSDP2):
             check(name, of_rank)
