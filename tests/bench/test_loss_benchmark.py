@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from benchmarks import common, loss, problems
 from benchmarks.common import interval_of_median, parse_loss, read_runs
 from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark
-from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, rows_for, winners
+from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows, winners
 from benchmarks.problems import (
     SHAPES,
     Shape,
@@ -172,16 +172,6 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
     assert multiplied == once * 2
 
 
-def test_the_interval_of_a_median_shrinks_with_the_rounds_and_of_ten_holds_the_truth_as_often_as_it_says():
-    draw = np.random.default_rng(0)
-    values = draw.normal(2.0, 0.1, size=400)
-    narrow, wide = interval_of_median(values, seed=0), interval_of_median(values[:10], seed=0)
-    assert narrow[1] - narrow[0] < wide[1] - wide[0]
-    assert interval_of_median(np.full(5, 1.5), seed=0) == (1.5, 1.5)
-    found = [interval_of_median(draw.normal(2.0, 0.1, size=10), seed=0) for _ in range(1000)]
-    assert 0.92 < np.mean([low <= 2.0 <= high for low, high in found]) < 0.96
-
-
 def test_the_winner_is_the_fastest_exact_one_and_not_the_baseline_again():
     exact = {"de_err": 2e-3, "dc_err": 5e-3}
     rows = [
@@ -214,20 +204,6 @@ def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
         ("cce_kahan", "peaked", None),
     ]
     assert isinstance(json.loads(path.read_text()), list)
-
-
-def test_a_sets_rows_are_its_own_where_there_are_any(tmp_path):
-    path = tmp_path / "s.json"
-    merge_rows(path, [make_row(set="shapes", run="1", rounds=30), make_row("liger", set="shapes", run="1")])
-    merge_rows(path, [make_row(set="tokens", run="2", rounds=5), make_row("fla", set="tokens", run="2")])
-    rows = read_rows(path)
-    assert len(rows) == 4
-    for name, rounds in (("shapes", 30), ("tokens", 5), ("paper", 5)):
-        found = rows_for(name, rows)
-        assert {row.backend: row.run for row in found.values()} == {
-            "cce_kahan": "1" if name == "shapes" else "2", "liger": "1", "fla": "2"
-        }  # fmt: skip
-        assert next(row.rounds for row in found.values() if row.backend == "cce_kahan") == rounds
 
 
 def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
@@ -336,18 +312,6 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
     assert (rows[-1].status, rows[-1].de_err) == ("failed", None)
     assert "not finite" in rows[-1].reason
     json.loads((tmp_path / "bench_loss" / "cpu" / "rows.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_a_killed_run_leaves_what_it_had(tmp_path, eager_baseline, monkeypatch):
-    def killed(self, problems, floor):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loss.Bench, "_run_rounds", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path), "", str)
-    rows = read_rows(tmp_path / "bench_loss" / "cpu" / "rows.json")
-    assert [row.status for row in rows] == ["ok", "started", "started", "started", "started"]
-    assert rows[-1].dc_err > 0
 
 
 @pytest.mark.parametrize(

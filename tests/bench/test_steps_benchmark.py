@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -12,13 +11,12 @@ from fitting import fitted, losses
 from graph_stand_in import Graphs
 
 from benchmarks import steps
-from benchmarks.steps import Start, parse_line, write_report
+from benchmarks.steps import write_report
 from benchmarks.steps_rows import AGAIN, Row, ratio_of, read_rows
 from benchmarks.training_step import TrainingStep
 from linrnn.config import load_config
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError
-from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.runs.intervals import estimate
 from linrnn.training import plan
@@ -34,7 +32,6 @@ GLA = f"model=gla {SMALL}"
 COMMITTED = [path.parent for path in (Path(__file__).parents[2] / "results" / "bench_steps").glob("*/rows.jsonl")]
 GRAPH = "trainer.cuda_graph=true"
 MUON = f"model=transformer {SMALL} optimizer=muon trainer.activation_checkpointing=full"
-ROW = Row("model=gla size=1b3", "gla", "1b3", 10**9, 8, 2048, 2048, 128256, "bf16_autocast", "compiled", "a", 3)
 
 
 def config_of(folder: Path, *overrides: str, models: str = f'["{GLA}"]') -> steps.BenchConfig:
@@ -111,24 +108,6 @@ def test_a_loss_that_runs_out_of_memory_ends_neither_its_line_nor_the_next(tmp_p
     ]  # fmt: skip
     assert rows[2].reason.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 7.83 GiB.")
     assert rows[2].ratio is None
-
-
-def test_the_first_values_are_those_of_the_untrained_model(tmp_path):
-    """No step of the optimizer comes before them, and allocating its state moves no weight."""
-    config = config_of(tmp_path)
-    bench = steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2])
-    again = steps.Bench(config, Start(parse_line(GLA, "cpu")), torch.device("cpu"), print, [2])
-    loss = build_loss(load_config(["loss=standard"]).loss, device=torch.device("cpu"))
-    again._warm_up(loss, replace(ROW, batch=2))
-    fresh = build_model(bench.step.model.arch, device="cpu", dtype=torch.float32, seed=0)
-    for weight, own, stepped in zip(
-        fresh.parameters(), bench.step.model.parameters(), again.step.model.parameters(), strict=True
-    ):
-        assert torch.equal(weight, own)
-        assert (weight - stepped).abs().max() < 1e-5
-    assert any(not torch.equal(a, b) for a, b in zip(fresh.parameters(), again.step.model.parameters(), strict=True)), (
-        "steps train"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------- CUDA graphs

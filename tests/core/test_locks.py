@@ -10,7 +10,6 @@ import pytest
 from linrnn.core.errors import ConfigError
 from linrnn.core.locks import DirectoryLock
 from linrnn.runs.directory import RunDirectory
-from linrnn.runs.metrics import JsonlWriter
 
 
 def in_a_child(action: Callable[[], bool]) -> bool:
@@ -117,18 +116,3 @@ def test_a_directory_that_was_opened_and_left_empty_goes(tmp_path):
     directory.open()
     directory.close()
     assert not (tmp_path / "run").exists()
-
-
-def test_the_users_of_a_group_share_a_directory_where_their_umask_says_so(tmp_path):
-    before = os.umask(0o002)
-    try:
-        lock = DirectoryLock(tmp_path)
-        assert lock.take()
-        lock.release()
-        JsonlWriter(tmp_path / "metrics.jsonl").close()
-    finally:
-        os.umask(before)
-    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
-        ".lock": 0o664,
-        "metrics.jsonl": 0o664,
-    }

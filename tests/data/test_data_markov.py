@@ -60,17 +60,6 @@ def test_probabilities_of_the_chain_sum_to_one(tmp_path):
     assert END not in chain.successors
 
 
-def test_documents_end_with_the_end_token_and_are_cut_to_the_token_count(tmp_path):
-    data = prepare(markov_config(tmp_path))
-    assert (data.train.n_tokens, data.valid.n_tokens) == (200_000, 20_000)
-    for split in (data.train, data.valid):
-        tokens, ends = split.read(0, split.n_tokens), split.document_ends
-        np.testing.assert_array_equal(np.flatnonzero(tokens[:-1] == END), ends[:-1] - 1)
-        assert ends[-1] == split.n_tokens
-    mean_length = data.train.n_tokens / data.train.n_documents
-    assert abs(mean_length / 129 - 1) < 4 / np.sqrt(data.train.n_documents)
-
-
 def test_the_seed_decides_the_text_and_nothing_else_does(tmp_path):
     def text(cache: str, seed: int) -> tuple[str, np.ndarray]:
         data = prepare(markov_config(tmp_path / cache, data_seed=seed))

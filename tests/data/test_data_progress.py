@@ -34,11 +34,6 @@ def test_speed_and_time_left_count_this_attempt_only(clock):
     assert [report.seconds_left for report in reports] == [30, None, 20, pytest.approx(40)]
 
 
-def test_a_report_is_one_readable_line():
-    progress = Progress("tokenising", 1234, 5_678_900, 123_456.7, 83.0)
-    assert str(progress) == "data: tokenising, 1,234 documents, 5,678,900 tokens, 123,457 tokens/s, 1:23 left"
-
-
 def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end(clock):
     stream = io.StringIO()
     console = ConsoleProgress(stream)

@@ -197,17 +197,6 @@ def test_what_a_tokenizer_does_not_give_back_is_said_and_not_estimated(kind, tmp
         assert without.token_bytes(without.valid, None, pytest.fail) is not None
 
 
-def test_only_the_shards_that_are_read_are_looked_at(tmp_path, monkeypatch):
-    small_shards(monkeypatch)
-    path = byte_fallback(tmp_path / "tokenizer.json")
-    data = prepared([*TEXTS, "a ▁ text"], path, tmp_path)
-    last = int(data.valid.n_tokens - data.valid.shards[-1].tokens)
-    assert data.token_bytes(data.valid, last - 1, pytest.fail) is not None
-    said: list[str] = []
-    assert data.token_bytes(data.valid, last, said.append) is None
-    assert data.valid.shards[-1].file in said[0]
-
-
 def test_tokens_added_to_a_vocabulary_stand_for_what_they_say(tmp_path):
     tokenizer = HfTokenizer.from_str(byte_level(tmp_path / "plain.json").read_text())
     tokenizer.add_tokens(["東京 tower"])

@@ -52,18 +52,6 @@ def test_a_dry_run_shows_what_sbatch_would_get_and_rejects_a_wrong_key(tmp_path)
     assert sbatch_text(len, [[1]], ["hydra/launcher=submitit_local"], tmp_path) == ""
 
 
-@pytest.mark.parametrize("there", ["srun", "sbatch"])
-def test_a_command_of_slurm_that_is_missing_is_named(there, tmp_path, monkeypatch):
-    (tmp_path / there).write_text("#!/bin/sh\n")
-    (tmp_path / there).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    [missing] = {"srun", "sbatch"} - {there}
-    with pytest.raises(ConfigError, match=f"needs {missing}, and PATH") as error:
-        launch(subprocess.check_call, [["a=1"]], ["hydra/launcher=submitit_slurm"], tmp_path)
-    assert "hydra/launcher=submitit_local" in error.value.remedy
-    launch(subprocess.check_call, [["/bin/true"]], ["hydra/launcher=submitit_local"], tmp_path)
-
-
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])
 def test_submitit_refuses_what_slurm_does_not_have(key, tmp_path, monkeypatch):
     """The Slurm here consists only of commands with the right names."""

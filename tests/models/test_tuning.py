@@ -93,23 +93,6 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     assert read_table("a GPU", "3.7.0", tmp_path) is None
 
 
-def test_a_gpu_without_choices_takes_those_of_another_of_its_compute_capability(tmp_path, monkeypatch):
-    replace(table(), gpu="H100", capability="9.0").write(tmp_path)
-    replace(table(), gpu="B200", capability="10.0").write(tmp_path)
-    replace(table(), gpu="L4").write(tmp_path)
-    own = Table("H200", VERSIONS, {"another:kernel": {KEY: LARGE}}, "9.0")
-    own.write(tmp_path)
-    found = read_tables("H200", "9.0", "3.6.0", tmp_path)
-    assert [one.gpu for one in found] == ["H200", "H100"]
-    assert read_tables("L4", "8.9", "3.6.0", tmp_path)[0].gpu == "L4"
-    assert read_tables("L40", "8.9", "3.6.0", tmp_path) == []
-    monkeypatch.setattr(choices, "gpu_name", lambda: "H200")
-    monkeypatch.setattr(choices, "stored_tables", lambda: found)
-    tuning.use("stored")
-    assert call(tuner()) == [16]
-    assert "1 stored, 0 stored for another batch (some made on H100), none tuned here" in (tuning.remark() or "")
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"gpu": "a GPU"}', '{"gpu": 1, "triton": 1, "flash-linear-attention": 1, "kernels": 1}']
 )
@@ -263,23 +246,6 @@ def test_what_triton_compiles_wrongly_for_hopper_is_left_out(capability, width, 
     stored = {kernel.cache.kernel: {choices.key_text(kernel, key): "num_warps=4 num_stages=2"}}
     tuning.use("stored", Table("a GPU", VERSIONS, stored))
     assert (key in kernel.cache) is not bool(expected)
-
-
-def test_the_fingerprint_is_that_of_the_choices():
-    def fingerprint(stored: Table, *batches: int) -> str:
-        tuned = tuner()
-        tuning.use("stored", stored)
-        for batch in batches:
-            call(tuned, batch=batch)
-        found = tuning.used()
-        assert found is not None
-        return str(found["fingerprint"])
-
-    assert tuning.used() is None, "no kernel was called"
-    assert fingerprint(table(), 8, 4) == fingerprint(table(), 4, 8)
-    tuned_here = fingerprint(Table("a GPU", VERSIONS, {}), 8)
-    assert tuned_here == fingerprint(table(**{KEY: LARGE}), 8), "where a choice is from does not matter"
-    assert len({tuned_here, fingerprint(table(), 8), fingerprint(table(), 8, 4)}) == 3
 
 
 # ------------------------------------------------------------------------------------------------- progress lines

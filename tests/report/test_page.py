@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import FIVE_SEEDS, GIB, HERE, answer, five, run
+from made_up_runs import FIVE_SEEDS, HERE, answer, five, run
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
@@ -97,15 +97,6 @@ def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much():
     ]
 
 
-def test_on_a_cpu_the_sentences_name_no_memory_and_no_speed():
-    cpu: dict[str, Any] = {"memory_bytes": {"resident_peak": GIB}, "device": "cpu"}
-    runs = [*five("compiled", **cpu), *five("cce_kahan", **cpu)]
-    first, _, last = opening(runs, verdicts(runs))
-    assert "on a CPU" in first
-    assert "memory and speed are compared on a GPU alone" in last
-    assert "5 pairs" in last
-
-
 def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss():
     assert baseline_of([run("cce_filter"), run("cce_kahan")]) == "cce_kahan"
     assert baseline_of([run("cce_filter"), run("standard"), run("cce_kahan")]) == "standard"
@@ -140,8 +131,6 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
     [
         ({"metric": "valid_los", "within": 0.1}, "nearest: valid_loss_nats"),
         ({"metric": "valid_loss_nats"}, "give a number to one of at_most, at_least and within"),
-        ({"metric": "valid_loss_nats", "within": 0.1, "at_most": 1}, "give a number to one of"),
-        ({"metric": "valid_loss_nats", "within": "little"}, "give a number to one of"),
         ({"metric": "valid_loss_nats", "within": 0.1, "of": "compild"}, "nearest: compiled"),
         ({"metric": "valid_loss_nats", "within": 0.1, "model": "gla"}, "a target has metric, at_most"),
         ({"metric": "valid_loss_nats", "within": 0.1, "pairs": 1}, "use 2 or more"),
@@ -276,18 +265,6 @@ def test_the_page_needs_no_other_file_and_no_network(page):
     anchors = [value for _, name, value in read.attributes if name == "id"]
     assert len(set(anchors)) == len(anchors)
     assert {value[1:] for _, name, value in read.attributes if name == "href"} <= set(anchors)
-
-
-def test_details_are_folded_and_what_matters_is_not(page):
-    text = page.read_text()
-    folded = re.findall(r"<details><summary><h2[^>]*>(.*?)</h2>", text)
-    assert {"Runs", "How the runs were made", "Abbreviations", "How targets are judged"} <= set(folded)
-    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert headings[:3] == ["In short", "Plots", "Targets: 2 not reached"]
-    assert set(headings) - set(folded) == {"In short", "Plots"}
-    assert text.index("<img") < text.index("<table"), "a picture stands before the first table"
-    rows = [row for table in Page(text).tables if table[0][0].startswith("result") for row in table[1:]]
-    assert {row[0] for row in rows} == {"✗ not reached"}, "readable without colour"
 
 
 @pytest.mark.usefixtures("text_alone")

@@ -159,14 +159,6 @@ def test_losses_of_a_few_steps_are_not_compared():
     assert verdict_on(enough, VALID_LOSS).value == pytest.approx(2.0)
 
 
-def test_times_of_a_few_steps_are_not_compared():
-    times = {"loss_layer_ms": {"forward": 1.0, "backward": 1.0}}
-    found = judged([run("compiled", **times), run("cce_filter", speed=2000, measured_steps=4, **times)])
-    for criterion in (SPEED, MVE_SPEED, BACKWARD):
-        verdict = only(found, criterion, "cce_filter", "compiled")
-        assert (verdict.verdict, "5 steps after the warm-up" in verdict.remark) == ("not measured", True)
-
-
 def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side():
     times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.07}, "step_time_ms_median": 1.0}  # free: 1.136 x
     for speed, verdict, words in (
@@ -223,13 +215,6 @@ def test_a_run_that_was_made_again_is_no_further_seed():
     again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
     memory = verdict_on(judged([run("compiled"), *again]), MEMORY)
     assert (memory.value, memory.n, memory.low) == (0.5, 1, None)
-
-
-def test_runs_moved_aside_are_no_part_of_their_group(tmp_path):
-    for name in ("gla-compiled-8-s0", "gla-compiled-8-s0.1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps(run("compiled").summary))
-    assert len(read_runs(tmp_path)) == 1
 
 
 def test_a_search_answers_also_where_the_runs_tell_more_losses_apart():

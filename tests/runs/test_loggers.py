@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from linrnn.config.schema import WandbConfig
-from linrnn.core.errors import UnsupportedError
 from linrnn.runs import loggers
 from linrnn.runs.loggers import WandbMirror
 
@@ -63,10 +62,6 @@ def test_no_none_reaches_wandb(opened, tmp_path):
     assert opened[0][1].logged == [(3, {"train/loss_nats": 2.0})]
 
 
-def test_configured_tags_stand_beside_those_of_the_run(opened, tmp_path):
-    assert mirror(tmp_path, further=["paper", "mve"])._options["tags"] == ["gla", "mve", "paper"]
-
-
 def test_no_none_reaches_wandb_when_a_run_is_recorded_anew(opened, tmp_path):
     lost = mirror(tmp_path)
     opened[0][1].fails = True
@@ -87,13 +82,3 @@ def test_a_configured_mode_beats_wandbs_variable(opened, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     mirror(tmp_path, "offline")
     assert [mode for mode, _ in opened] == ["offline"]
-
-
-def test_wandbs_variable_can_stand_in_for_a_missing_package(monkeypatch):
-    config = WandbConfig(mode="auto", project="p", entity=None, tags=[])
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    loggers.check_wandb(config)
-    monkeypatch.delenv("WANDB_MODE")
-    with pytest.raises(UnsupportedError, match="not installed"):
-        loggers.check_wandb(config)

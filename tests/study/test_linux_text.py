@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[2] / "study" / "linux_text.py"
 
 
@@ -20,12 +18,3 @@ def test_each_file_of_c_with_text_is_a_line(tmp_path):
     assert run(tmp_path, tmp_path / "out.jsonl").returncode == 0
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["text"] for line in lines) == ["int a;", "int b;"]
-
-
-@pytest.mark.parametrize("arguments", [(), ("one",), ("no such folder", "out.jsonl")])
-def test_missing_paths_and_folders_without_c_are_named(arguments, tmp_path):
-    done = run(*(tmp_path / name for name in arguments))
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 2
-    assert not (tmp_path / "out.jsonl").exists()

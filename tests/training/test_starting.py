@@ -162,14 +162,6 @@ def test_another_tokenizer_is_refused_and_the_remedy_helps(source, texts, tmp_pa
     assert Trainer(load_config([*other, remedy])).data.tokenizer.hash == first.data.tokenizer.hash
 
 
-def test_continue_from_asks_for_the_same_tokenizer(texts):
-    first = fitted(texts("cats"))
-    other = Trainer(load_config([*texts("dogs"), f"continue_from={first.directory.path}"]))
-    with pytest.raises(ConfigError, match="another tokenizer") as error:
-        other.fit()
-    assert f"data.tokenizer={first.directory.path}/tokenizer.json" in error.value.remedy
-
-
 def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vocabulary(small, texts, tmp_path):
     run = fitted(small())  # generated text has no tokenizer
     export(load_trained(str(run.directory.path), torch.device("cpu")), tmp_path / "out")

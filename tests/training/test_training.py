@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from fitting import fitted, summary_of
 from benchmarks.reading import Reading, open_reading
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.losses import check_vocabulary_parallel
 from linrnn.runs.directory import LOG
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.summary import final_lines
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer
 
@@ -94,31 +91,6 @@ def test_a_run_continues_from_anothers_weights_and_evaluates_to_its_validation_l
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout
     second = fitted(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))
     assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
-
-
-def test_the_command_for_another_loss_keeps_all_else_of_the_run(small, monkeypatch):
-    run = fitted(small())
-    summary = summary_of(run)
-    typed = ["data.path=a b", "loss=cce_kahan", "loss.accumulate=fp32", "run_name=x", "seed=1", "results_dir=/tmp/a"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *typed])
-    for processes, starter in ((None, ""), ("2", "torchrun --nproc-per-node=2 ")):
-        if processes:
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        lines = final_lines(run.config, run.directory.path, summary)
-        [line] = [line for line in lines if "another loss" in line]
-        assert f"{starter}train.py 'data.path=a b' seed=1 results_dir=/tmp/a loss=standard  # another loss" in line
-    assert any("python scripts/evaluate.py" in line for line in lines)
-    monkeypatch.setattr(sys, "argv", ["/a b/train.py", *typed])
-    lines = final_lines(run.config, run.directory.path, summary)
-    for script in ("train.py", "scripts/evaluate.py", "scripts/doctor.py"):
-        assert any(f"'/a b/{script}'" in line for line in lines), "all lie beside the train.py that ran"
-    for own, other in (("cce_kahan", "cce_filter"), ("cce_filter", "cce_kahan")):  # vocab refuses all other losses
-        shared = load_config(small("parallel=vocab", f"loss={own}"))
-        check_vocabulary_parallel(load_config([f"loss={other}"]).loss)
-        assert any(f" loss={other}  # another loss" in x for x in final_lines(shared, run.directory.path, summary))
-    without = load_config(small("trainer.checkpoint_every=0"))
-    shown = final_lines(without, run.directory.path, {**summary})
-    assert not any("checkpoints/" in line or "checkpoint=" in line for line in shown)
 
 
 def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(small, command, tmp_path, capsys):

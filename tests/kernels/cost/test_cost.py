@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from cce_kernels.cost.__main__ import main, parsed
+from cce_kernels.cost.__main__ import main
 from cce_kernels.cost.measure import Profile
 from cce_kernels.cost.presets import PRESETS, apply_liger, build
 from patch_models import DENSE, SMALL, VOCAB, batch, build_fla, build_hf
@@ -76,12 +76,6 @@ def test_each_pass_runs_the_decoder_once_a_round():
     model.model.register_forward_hook(lambda *_: calls.append("decoder"))
     cce_kernels.profile(model.train(), batch()[0], rounds=3)
     assert len(calls) == 2 + 3 + 3 * 3, "two losses, three peaks, three passes in each of three rounds"
-
-
-def test_a_frozen_decoder_has_no_backward_pass():
-    model = build_hf("Llama")
-    model.model.requires_grad_(False)
-    assert measured(model).ms["decoder"] > 0
 
 
 def test_ids_are_their_own_labels_and_weights_do_not_change():
@@ -161,15 +155,11 @@ def test_a_model_of_text_and_images_is_measured_with_its_text(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["modle=x"], "did you mean model=…?"),
-        (["model"], "must be key=value"),
-        (["seq=3"], "model: is missing"),
         (["model=llama_1", "device=cpu"], "did you mean llama_1b or"),
         (["model=llama", "seq=0"], "seq: must be a positive integer"),
-        (["model=llama", "liger=yes"], "liger: must be false or true"),
         (["model=llama", "dtype=int8"], "dtype: must be bf16 or fp16 or fp32"),
         (["model=llama", "device=cpu", "config.hidden_size=33"], "The hidden size (33) is"),
         (["model=llama", "device=cpu", "config.hiden_sizes=8"], "did you mean config.hidden_size"),
-        (["model=llama", "device=cpu", "config.hidden_size=x"], "model=llama: "),
         (["model=llama", "device=cuda"], "there is no GPU that torch can use; give device=cpu"),
         (["model=t5", "device=cpu"], "model=t5: is no causal language model"),
     ],
@@ -195,13 +185,6 @@ PARAMETERS = {
 def test_presets_have_the_published_number_of_parameters(name):
     model = build(name, {}, torch.bfloat16, torch.device("meta"))
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
-
-
-def test_help_names_every_key_with_its_default(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {key}={value} " in text for key, value in parsed(["model=x"])[0].items() if key != "model")
-    assert "llama_1b" in text
 
 
 # ------------------------------------------------------------------------------------------------------------ a GPU

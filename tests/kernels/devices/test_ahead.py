@@ -4,10 +4,7 @@ A rehearsal, in which no kernel runs, needs nothing that a kernel would have wri
 """
 
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from cce_kernels.backends import with_triton
 from cce_kernels.operators import cross_entropy
 from cce_kernels.options import Call, Inputs, Options
 from cce_kernels.runtime import ahead, launch, tiles
-from cce_kernels.runtime.devices import ABSENT, REHEARSAL
+from cce_kernels.runtime.devices import ABSENT
 from compiling import Driver, pretend
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver, jit
@@ -86,25 +83,6 @@ def test_a_call_compiles_nothing_after_its_rehearsal(case, compiled, monkeypatch
     assert compiled == rehearsed
 
 
-def test_a_first_and_a_second_call_do_without_torch_dynamo():
-    """Its import takes 2.5 s, and torch's modes and references begin with it."""
-    code = """
-import sys, pytest, torch
-from cce_kernels.runtime.program import Tape
-from test_ahead import CASES, GPU, Driver, ahead, driver, jit, step
-jit.JITFunction._do_compile = lambda *args: object()
-driver._active = Driver(90)
-for case in CASES.values():
-    with ahead.rehearsal(GPU):
-        step(**{"n": 256, "device": "meta", **case})
-with Tape():
-    torch.empty(1)
-sys.exit("torch._dynamo" in sys.modules)
-"""
-    folders = [str(Path(__file__).parent), *sys.path]
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)}, check=True)
-
-
 @pytest.mark.parametrize(("n", "most"), [(6000, 1), (8191, 0), (5001, 1), (4097, 1), (3333, 2)])
 @pytest.mark.parametrize("options", [{}, {"preset": "cce_filter"}, {"workspace_mib": 256}], ids=str)
 def test_another_number_of_tokens_compiles_few_kernels(options, n, most, compiled):
@@ -145,15 +123,6 @@ def test_a_kernel_that_no_thread_could_compile_is_compiled_at_its_launch(monkeyp
     assert len(tries) == 3
 
 
-def test_outside_of_a_rehearsal_meta_tensors_are_shapes_alone(compiled):
-    with pytest.raises(ZeroDivisionError), ahead.rehearsal(GPU):
-        raise ZeroDivisionError
-    assert REHEARSAL.device is None
-    assert REHEARSAL.launch is None
-    step(256, "meta")
-    assert not compiled
-
-
 @pytest.fixture
 def rehearsed(monkeypatch):
     """The rows of the calls that `compile_kernels` rehearses. CPU tensors pass for a GPU's."""
@@ -185,13 +154,6 @@ def test_the_first_call_of_a_kind_is_rehearsed(rehearsed, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", False, raising=False)
     ahead.compile_kernels(None, inputs(9), CALL)
     assert len(rehearsed) == 4
-
-
-def test_every_call_asks_for_a_rehearsal(rehearsed, monkeypatch):
-    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
-    monkeypatch.setattr(launch.Quick, "_launch", lambda *args, **options: None)
-    step(256, "cpu")
-    assert rehearsed == [256]
 
 
 def test_a_rehearsal_that_fails_is_told_once(rehearsed, monkeypatch):

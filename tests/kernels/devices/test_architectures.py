@@ -8,12 +8,10 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
-import torch
 from cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
-from cce_kernels.runtime import tiles
 from cce_kernels.runtime.devices import SHARED_KIB
 from cce_kernels.runtime.tiles import HOPPER, row_for, target
 from compiling import LARGE, OF_THE_TABLE, PLAIN, SHORT_ROWS, Plan, check_resources, launch_all, launch_lists
@@ -57,29 +55,6 @@ def test_what_is_compiled_takes_every_path_that_is_launched(capability):
     }
     assert {launch.name for launch in candidates} >= set(LARGE)
     assert 10 < len(chosen) < 0.6 * len(candidates)
-
-
-@pytest.mark.parametrize(("case", "kernels"), [("recomputed", 9), ("stored-rows", 6), ("lists", 9), ("fp32", 9)])
-@pytest.mark.parametrize("capability", [80, 120])
-def test_a_case_launches_its_kernels(capability, case, kernels):
-    assert len({launch.name for launch in plan(capability).launches[case]}) >= kernels
-
-
-@pytest.mark.parametrize(
-    ("dim", "shallow", "deep"),
-    [
-        (256, (128, 256), (128, 256)),
-        (640, (256, 128), (256, 128)),
-        (1000, (128, 128), (128, 256)),
-        (2880, (256, 128), (256, 128)),
-        (4096, (128, 128), (128, 256)),
-    ],
-)
-def test_the_tiles_of_dc_follow_from_its_width_and_depth(monkeypatch, dim, shallow, deep):
-    x = torch.empty(1, 1, dtype=BF16)
-    monkeypatch.setattr(tiles, "device_of", lambda _: target(90))
-    found = {depth: tiles.transposed_tiles(x, dim, depth) for depth in (512, 4096)}
-    assert {depth: (t.rows, t.cols) for depth, t in found.items()} == {512: shallow, 4096: deep}
 
 
 def test_the_table_goes_by_the_shared_memory_that_devices_have():

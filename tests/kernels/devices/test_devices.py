@@ -115,15 +115,6 @@ def test_the_path_in_torch_never_asks_a_device_for_values(options):
         torch.nonzero(lse)
 
 
-def test_its_chunks_are_as_wide_as_the_workspace_where_no_cpu_cache_counts():
-    e, o = on("xpu", 8192, 1024), Options()
-    width = in_torch._width(e, 128_000, 0, o)
-    assert 2_000 < width <= 8_192
-    assert in_torch._width(on("cpu", 8192, 1024), 128_000, 0, o) == 256
-    width = in_torch._width(e, 128_000, 0, Options(workspace_mib=2000))
-    assert 30_000 < width < 60_000
-
-
 WITHOUT = """
 import sys
 from types import ModuleType

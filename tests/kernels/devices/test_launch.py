@@ -142,11 +142,6 @@ def test_whoever_hears_of_launches_hears_of_quick_ones(quick, name):
     assert len(compiled[0].triton_launches) == len(compiled[0].launches) == 1
 
 
-def test_an_argument_of_unknown_kind_is_refused(quick):
-    with pytest.raises(TypeError, match="argument of type str"):
-        call(quick[0], **PLAIN | {"x": "text"})
-
-
 # -------------------------------------------------------------------------------------------------- repeated launches
 class Launcher:
     """A stand-in for Triton's launcher of 3.6 or 3.7, around a driver that records what it gets."""

@@ -127,12 +127,3 @@ def test_the_kind_of_a_pass_is_all_that_its_launches_depend_on():
     assert kind_of(x, 1, [True]) == kind_of(same, 1, [True])
     others = (x.bfloat16(), x.T, x[:4], torch.zeros(100)[1:65].view(8, 8), None)
     assert len({kind_of(x), *map(kind_of, others)}) == 1 + len(others)
-
-
-def test_the_passes_that_are_remembered_are_bounded(monkeypatch):
-    passes = Passes()
-    monkeypatch.setattr(program, "MOST_PASSES", 8)
-    for kind in range(50):
-        with passes.tape(kind):
-            pass
-        assert len(passes._known) <= 8

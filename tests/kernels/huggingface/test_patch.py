@@ -25,7 +25,6 @@ from cce_kernels.huggingface import deferred
 from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, initialised, same_step, step
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import prune
 
 CLASSES = [
     *("Cohere", "Cohere2", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Olmo3", "Phi", "Qwen3"),
@@ -104,16 +103,6 @@ def test_loss_and_gradients_are_the_models_own(name):
     same_step(model, **{"input_ids": IDS, "labels": LABELS} | call)
 
 
-def test_an_output_without_logits_can_be_pickled():
-    ids, labels = batch()
-    output = cce_kernels.patch(build_hf("Llama"))(ids, labels=labels)
-    again = pickle.loads(pickle.dumps(output))
-    assert type(again) is type(output)
-    assert again.loss == output.loss
-    with pytest.raises(AttributeError, match="without logits"):
-        again.logits  # noqa: B018
-
-
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GraniteMoe"])
 def test_experts_keep_their_auxiliary_loss(name):
     ids, labels = batch()
@@ -179,17 +168,6 @@ def test_every_fla_class_has_the_forward_that_patch_assumes(name):
     assert kind.forward is base.forward or name in MIXERS
 
 
-def test_two_micro_steps_make_the_large_batch():
-    ids, labels = batch()
-    model = cce_kernels.patch(build_hf("Llama"))
-    _, want, _ = step(model, input_ids=ids, labels=labels)
-    items = (labels[:, 1:] != -100).sum()
-    model.zero_grad()
-    for row in range(2):
-        model(input_ids=ids[[row]], labels=labels[[row]], num_items_in_batch=items).loss.backward()
-    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, want, rtol=1e-5, atol=1e-6)
-
-
 def test_arguments_by_position_masks_and_states():
     ids, labels = batch()
     model = build_hf("Llama")
@@ -245,20 +223,6 @@ def test_compiles(name):
     loss.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
-
-
-def test_a_compiled_model_sees_what_is_done_to_it_later():
-    ids, labels = batch()
-    model = cce_kernels.patch(build_hf("Llama", num_hidden_layers=1))
-    compiled = torch.compile(model, backend="eager")
-    compiled(input_ids=ids, labels=labels, use_cache=False)
-    prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
-    with pytest.raises(Exception, match="forward or backward hooks"):
-        compiled(input_ids=ids, labels=labels, use_cache=False)
-    prune.remove(model.lm_head, "weight")
-    model.loss_function = lambda logits, labels, **_: logits.sum()
-    with pytest.raises(Exception, match="loss_function, criterion"):
-        compiled(input_ids=ids, labels=labels, use_cache=False)
 
 
 # ------------------------------------------------------------------------------------------ a patch lasts
@@ -317,15 +281,6 @@ def test_what_transformers_reads_of_a_class_stays(tmp_path):
     model.set_attn_implementation("eager")  # reads the source of the class's module
     loaded = kind.from_pretrained(tmp_path)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_new_model_of_a_patched_class_is_not_patched():
-    ids, labels = batch()
-    model = cce_kernels.patch(build_hf("Llama"))
-    other = type(model)(model.config)
-    assert not cce_kernels.is_patched(other)
-    assert "logits" in other(ids, labels=labels)
-    assert "logits" not in cce_kernels.patch(other)(ids, labels=labels)
 
 
 @pytest.fixture
@@ -452,7 +407,6 @@ def test_the_filter_changes_gradients_and_not_the_loss():
         ({"preset": "cce_best"}, "preset: must be one of"),
         ({"workspace_mib": -1}, "workspace_mib: must be positive"),
         ({"softcap": 30.0}, "softcap: patch takes only preset"),
-        ({"return_lse": True}, "return_lse: patch takes only"),
         ({"workspace": 3}, "workspace: patch takes only"),
     ],
 )
@@ -528,19 +482,15 @@ def build_t5():
     ("build", "message"),
     [
         (lambda: nn.Linear(2, 2), r"modules.linear.Linear is not supported; give the model .* before it is wrapped"),
-        (lambda: torch.compile(build_hf("Llama")), r"OptimizedModule is not supported; .* before it is wrapped or"),
         (lambda: build_hf("Llama").model, r"LlamaModel is not supported: it has no head; give .*ForCausalLM"),
         (changing(lambda logits: logits.square()), r"Changing is not supported: its forward uses .square of"),
         (changing(lambda logits: logits[..., :48]), r"Changing is not supported: its forward takes a part of"),
         (changing(masked), r"Changing is not supported: its forward changes a part of its"),
         (changing(lambda logits: 1 + logits), r"Changing is not supported: its forward adds to its logits"),
-        (changing(lambda logits: 2 / logits), r"Changing is not supported: its forward adds to its logits, comp"),
-        (changing(lambda logits: logits * (logits > 0)), r"Changing is not .*: its forward adds to its logits, c"),
         (lambda: Super(build_hf("Llama").config), r"Super is not supported: its forward calls super\(\)"),
         (lambda: NoLoss(build_hf("Llama").config), r"NoLoss is not supported: its forward computes no loss from"),
         (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
         (build_t5, r"uses .view of its logits"),
-        (lambda: build_hf("Bart", d_model=32, decoder_layers=1), r"BartForCausalLM is not supported: .* uses .view of"),
     ],
 )  # fmt: skip
 def test_models_of_another_structure_are_refused_with_the_reason(build, message):

@@ -16,7 +16,7 @@ import torch
 import transformers
 from patch_models import assert_same, batch, build_fla, build_hf, step
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm
 from transformers.loss import loss_utils
 
 HOOKS = "head has forward or backward hooks"
@@ -150,10 +150,7 @@ def model_of(name: str) -> Callable[[], Any]:
 # name: the model, what is done to it, the words it is refused with or EQUAL.
 ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None]] = {
     # the head's parts
-    **{
-        f"bias, {name}": (model_of(name), new_head(), EQUAL)
-        for name in ("Llama", "Gemma2", "Cohere", "Cohere2", "Granite")
-    },
+    **{f"bias, {name}": (model_of(name), new_head(), EQUAL) for name in ("Llama", "Gemma2", "Cohere")},
     "bias, FLA": (gla, new_head(), EQUAL),
     "weight set": (llama, lambda model: model.lm_head.weight.data.mul_(2), EQUAL),
     "weight replaced": (
@@ -167,16 +164,12 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     # between the decoder and the logits
     "decoder's hook": (llama, lambda m: m.model.norm.register_forward_hook(double), EQUAL),
     "softcap set": (model_of("Gemma2"), sets("config.final_logit_softcapping", 2.0), EQUAL),
-    "softcap off": (model_of("Gemma3"), sets("config.final_logit_softcapping", None), EQUAL),
     "scale set": (model_of("Cohere"), sets("logit_scale", 0.5), EQUAL),
-    "scaling set": (model_of("Granite"), sets("config.logits_scaling", 3.0), EQUAL),
     "scale learned": (model_of("Cohere"), learned_scale, "logit_scale: must be a number"),
     # the head itself
     "forward hook": (llama, head_method("register_forward_hook", double), HOOKS),
-    "forward hook, FLA": (gla, head_method("register_forward_hook", double), HOOKS),
     "forward pre-hook": (llama, head_method("register_forward_pre_hook", lambda _, x: (2 * x[0],)), HOOKS),
     "backward hook": (llama, head_method("register_full_backward_hook", lambda _, dx, __: (2 * dx[0],)), HOOKS),
-    "backward pre-hook": (llama, head_method("register_full_backward_pre_hook", lambda _, dy: (2 * dy[0],)), HOOKS),
     "hooks of every module": (llama, every_module, HOOKS),
     "replaced forward": (llama, replaced_forward, REPLACED),
     "replaced forward of nn.Linear": (llama, every_linear, REPLACED),
@@ -184,15 +177,11 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "sequence": (llama, lambda m: sets("lm_head", nn.Sequential(m.lm_head, nn.Softplus()))(m), NOT_LINEAR),
     "compiled": (llama, lambda m: sets("lm_head", torch.compile(m.lm_head, backend="eager"))(m), NOT_LINEAR),
     "spectral_norm": (llama, normed, HOOKS),
-    "weight_norm": (llama, lambda m: (weight_norm(m.lm_head), m.lm_head.weight_g.data.mul_(2)), HOOKS),
     "parametrized spectral_norm": (llama, on_head(parametrizations.spectral_norm), NOT_LINEAR),
-    "parametrized weight_norm": (llama, on_head(parametrizations.weight_norm), NOT_LINEAR),
     "ZeRO-3, and a hook beside DeepSpeed's": (llama, zero3, HOOKS),
     "pruned": (llama, on_head(prune.l1_unstructured, "weight", amount=0.5), HOOKS),
     # the loss
     "loss_function": (llama, sets("loss_function", lambda logits, labels, **_: logits.square().mean()), LOSS),
-    "loss_function, wrapped": (llama, wrapped_loss, LOSS),
-    "loss_function, partial": (llama, partial_loss, LOSS),
     "loss_type": (llama, sets("loss_type", "ForMaskedLM"), LOSS),
     "transformers' cross-entropy": (llama, every_cross_entropy, LOSS),
     "criterion": (gla, sets("criterion", nn.CrossEntropyLoss(label_smoothing=0.3)), LOSS),

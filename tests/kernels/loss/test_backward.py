@@ -14,7 +14,6 @@ PASSES = {
     "stored": {},
     "stored_in_chunks": {"workspace_mib": 0.04},
     "stored_sum": {"reduction": "sum", "z_loss": 1e-3, "softcap": 20.0},
-    "stored_fp32_sums": {"accumulate": "fp32"},
     "stored_smoothed": {"label_smoothing": 0.1},
     "stored_bias": {"bias": True, "workspace_mib": 0.04},
     "recomputed": {"label_smoothing": 0.1, "softcap": 20.0},

@@ -12,9 +12,7 @@ from cce_kernels import (
     vocabulary_parallel_linear_cross_entropy,
     vocabulary_shards,
 )
-from cce_kernels.backends import in_torch
-from cce_kernels.options import Options, Place
-from cce_kernels.parallel.rows import metric_parts
+from cce_kernels.options import Place
 from torch import distributed as dist
 from vocab_parallel_ranks import Spread, cases, start
 
@@ -146,14 +144,6 @@ def _assembled(spread: Spread, ranks: list[dict[str, torch.Tensor]]) -> dict[str
             assert all(torch.equal(part, parts[0]) for part in parts), name
             whole[name] = parts[0]
     return whole
-
-
-def test_a_shard_that_a_bias_masks_has_no_largest_logit():
-    e, c = (x.detach() for x in draw(Case("masked", shape=(5,), vocab=40), "cpu")[:2])
-    bias, stand_ins = torch.full((40,), -torch.inf), torch.zeros(5, dtype=torch.long)
-    rows = in_torch.forward(e, c, bias, stand_ins, True, Options())
-    _, largest = metric_parts(rows, is_here=torch.zeros(5, dtype=torch.bool))
-    assert (largest == -torch.inf).all()
 
 
 @pytest.fixture

@@ -48,13 +48,10 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(small, monkeyp
     ("overrides", "device", "expected"),
     [
         ([], "cuda", True),
-        (["model=fla", "model.config=delta_net"], "cuda", True),
         (["model=fla", "model.config=rwkv7"], "cuda", True),
         (["model=fla", "model.config=nsa"], "cuda", True),  # reads the blocks that a kernel has chosen: zeros
-        (["model=fla", "model.config=rwkv7", "parallel=ddp"], "cuda", True),
         (["model=fla", "model.config=delta_net", "parallel=fsdp"], "cuda", True),
         (["model=fla", "model.config=rwkv7", "parallel=fsdp"], "cuda", False),
-        (["model=fla", "model.config=rwkv7", "parallel=vocab"], "cuda", False),
         (["trainer.compile=blocks"], "cuda", False),
         ([], "cpu", False),
     ],
