@@ -4,8 +4,8 @@ FLA calls the flash_attn package, which few machines have. The two functions bel
 even where it is installed, so that results do not depend on it.
 """
 
+import copyreg
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,23 +66,44 @@ def flash_attn_varlen_func(
     return torch.cat(outputs)
 
 
+def with_sdpa(kind: Any) -> Any:
+    """FLA's class of a language model, or of a part of it, whose `Attention` layers call the two functions.
+
+    FLA's own class stays as it is. The returned one is pickled as a call of this function.
+    """
+    return _classes(kind.__module__)[kind.__name__]
+
+
 @functools.cache
-def with_sdpa(causal_lm: Any) -> Any:
-    """FLA's class of a causal language model, whose `Attention` layers call the two functions. FLA's own stays."""
-    of_flash_attn = {
-        "flash_attn_func": flash_attn_func,
-        "flash_attn_varlen_func": torch.compiler.disable(flash_attn_varlen_func),  # imports torch's compiler
-    }
-    layer = _subclass(import_fla("fla.layers.attn").Attention, of_flash_attn, "__init__", "forward")
-    of_hybrids = import_fla("fla.models.modeling_utils").get_attention
-    names = {"Attention": layer, "get_attention": calling(of_hybrids, {"Attention": layer})}
-    for name, kind in vars(sys.modules[causal_lm.__module__]).items():  # blocks come before the models that hold them
-        if isinstance(kind, type) and kind.__module__ == causal_lm.__module__ and "__init__" in vars(kind):
+def _classes(module: str) -> dict[str, Any]:
+    """What stands for the classes of an FLA module, by name."""
+    if module == "fla.layers.attn":
+        of_flash_attn = {
+            "flash_attn_func": flash_attn_func,
+            "flash_attn_varlen_func": torch.compiler.disable(flash_attn_varlen_func),  # imports torch's compiler
+        }
+        return {"Attention": _subclass(import_fla(module).Attention, of_flash_attn, "__init__", "forward")}
+    names = dict(_classes("fla.layers.attn"))
+    names["get_attention"] = calling(import_fla("fla.models.modeling_utils").get_attention, names)
+    for name, kind in vars(import_fla(module)).items():  # blocks come before the models that hold them
+        if isinstance(kind, type) and kind.__module__ == module and "__init__" in vars(kind):
             names[name] = _subclass(kind, names, "__init__")
-    return names[causal_lm.__name__]
+    return names
+
+
+class _Class(type):
+    """The type of the classes made here."""
+
+
+def _reduced(kind: _Class) -> Any:
+    of_fla = vars(kind).get("of_fla")
+    return kind.__qualname__ if of_fla is None else (with_sdpa, (of_fla,))  # a subclass is pickled by its name
+
+
+copyreg.pickle(_Class, _reduced)
 
 
 def _subclass(kind: Any, names: dict[str, Callable[..., Any]], *methods: str) -> Any:
     """A class of FLA's whose `methods` find `names` instead of what has these names in FLA's module."""
-    members = {method: calling(vars(kind)[method], names) for method in methods}
-    return type(kind.__name__, (kind,), members | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    members = {method: calling(vars(kind)[method], names) for method in methods} | {"of_fla": kind}
+    return _Class(kind.__name__, (kind,), members | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
