@@ -1,6 +1,7 @@
 """A trained model is exported as a Hugging Face directory with equal logits, and both generate text."""
 
 import base64
+import importlib
 import io
 import json
 import math
@@ -334,6 +335,58 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
     (out / "config.json").write_text(json.dumps(settings))
 
 
+TASK = """task: of_our_own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
+
+
+def test_lm_eval_gets_the_model_with_its_tokenizer_and_softcap(text, tmp_path, command_here, monkeypatch):
+    """On a task with local data, from an export or from a run."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    words = "the cat number 5 sat on mat 25 again"
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": words}) + "\n")
+    (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
+    for keys in ([], ["loss.softcap=0.5"]):
+        checkpoint = trained([*text, *keys]).directory.path
+        run = load_trained(str(checkpoint), CPU)
+        if not keys:
+            export(run, checkpoint := tmp_path / "out")
+        arguments = [f"checkpoint={checkpoint}", "tasks=[of_our_own]", f"tasks_path={tmp_path}"]
+        done = command_here("scripts/evaluate.py", *arguments, f"output={tmp_path}/tasks.json", "device=cpu")
+        assert "|of_our_own|" in done.stdout, done.stderr
+        ids = torch.tensor([[run.eos_id, *run.tokenizer.encode(words)]])
+        nats = F.cross_entropy(logits(run.model, ids[:, :-1])[0], ids[0, 1:], reduction="sum")
+        found = json.loads((tmp_path / "tasks.json").read_text())["tasks"]["of_our_own"]
+        assert found["bits_per_byte,none"] == pytest.approx(nats.item() / math.log(2) / len(words), rel=1e-4)
+    for wrong, cause in [
+        ("tasks=[of_our_won]", "has no of_our_won"),
+        ("loss=standard", "would change nothing"),
+        ("tasks_path=/nowhere", "is no folder"),
+    ]:
+        given = [argument for argument in arguments if not wrong.startswith(argument.partition("=")[0] + "=")]
+        done = command_here("scripts/evaluate.py", *given, wrong)
+        assert (done.returncode, cause in done.stderr) == (2, True), done.stderr
+
+
+def test_tasks_without_lm_eval_are_refused_before_the_model_is_looked_for(command_here, monkeypatch):
+    real = importlib.import_module
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name, *more: real("missing_lm_eval" if "lm_eval" in name else name, *more)
+    )
+    done = command_here("scripts/evaluate.py", "checkpoint=none", "tasks=[arc_easy]")
+    assert done.returncode == 4
+    assert "error: tasks=arc_easy: " in done.stderr
+    assert "pip install" in done.stderr
+    assert '"linrnn[eval]"' in done.stderr
+
+
 def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(small, tmp_path, command, data_cache):
     """Whatever z_loss and label_smoothing add in training. Samples are drawn from capped logits, too."""
     keys = ["loss.softcap=0.5", "loss.z_loss=0.5", "loss.label_smoothing=0.3"]
@@ -353,8 +406,10 @@ def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entrop
     assert summary["train_loss_nats"] > summary["valid_loss_nats"] + 0.5 * math.log(512) ** 2 / 2
     assert "loss.softcap=0.5" in summary["training"], "a report compares it with no run of another objective"
     checkpoint, cache = f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"
-    done = command("scripts/evaluate.py", checkpoint, cache, "loss=cce_kahan", "max_tokens=400")
+    output = tmp_path / "loss.json"
+    done = command("scripts/evaluate.py", checkpoint, cache, "loss=cce_kahan", "max_tokens=400", f"output={output}")
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout, done.stderr
+    assert json.loads(output.read_text())["valid/loss_nats"] == pytest.approx(summary["valid_loss_nats"])
     with pytest.raises(UnsupportedError, match=r"loss\.softcap=0\.5, which FLA's configuration cannot express"):
         export(run, tmp_path / "out")
 

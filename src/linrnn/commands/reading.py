@@ -2,14 +2,42 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from linrnn.config import data_for, read_config
 from linrnn.config.schema import EvaluateConfig, ExportConfig, GenerateConfig
+from linrnn.core.files import write_json
 from linrnn.core.output import say
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Compute a checkpoint's loss, perplexity and bits per byte."""
+    """Compute a checkpoint's loss, perplexity and bits per byte, or lm-eval's tasks."""
+    if config.output:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+    results = _evaluate_tasks(config) if config.tasks else _evaluate_loss(config)
+    if config.output:
+        write_json(Path(config.output), {"checkpoint": config.checkpoint, **results})
+
+
+def _evaluate_tasks(config: EvaluateConfig) -> dict[str, Any]:
+    """Print lm-eval's table. Returns its figures."""
+    from linrnn.inference.load import load_trained
+    from linrnn.inference.tasks import evaluate_tasks, find_tasks
+    from linrnn.models import tuning
+    from linrnn.training.runtime import resolve_device
+
+    manager = find_tasks(config)
+    trained = load_trained(config.checkpoint, resolve_device(config.device))
+    with tuning.show_progress():
+        results = evaluate_tasks(trained, config, manager)
+    from lm_eval.utils import make_table
+
+    print(f"{trained.source}\n{make_table(results)}")
+    return {"tasks": results["results"], **{key: results[key] for key in ("versions", "n-shot", "n-samples")}}
+
+
+def _evaluate_loss(config: EvaluateConfig) -> dict[str, Any]:
+    """Print loss, perplexity and bits per byte on a split of the data. Returns them by metric name."""
     from linrnn.costs import loss_memory
     from linrnn.data import BatchesOnce
     from linrnn.inference.load import directory_of_tokenizer, open_data, read_model
@@ -61,6 +89,7 @@ def evaluate(config: EvaluateConfig) -> None:
             device=plan.device,
         )
     print(f"{directory}\n{config.split} split of {data.description}\n{evaluation}")
+    return {"split": config.split, **evaluation.metrics()}
 
 
 def export(config: ExportConfig) -> None:

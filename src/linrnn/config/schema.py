@@ -659,12 +659,21 @@ class ReadingConfig:
 
 @dataclass
 class EvaluateConfig(ReadingConfig):
-    """`python scripts/evaluate.py checkpoint=results/default/gla-smoke-cce_kahan-s0 [loss=standard]`"""
+    """`python scripts/evaluate.py checkpoint=results/default/gla-smoke-cce_kahan-s0 [loss=standard]`
+
+    With tasks=[arc_easy] lm-eval evaluates the model instead (pip install 'linrnn[eval]'), also one that
+    scripts/export.py wrote.
+    """
 
     checkpoint: str = option(MUST_BE_GIVEN, "a run (its newest checkpoint) or one of its checkpoints", path="read")
+    tasks: list[str] = option([], "[]: loss and perplexity; names of lm-eval's tasks: these instead")
+    tasks_path: str | None = option(None, "a folder with YAML files of further tasks", path="read")
+    tasks_limit: int | None = option(None, "examples of each task; null: all", minimum=1)
+    # No path that is written: those are directories.
+    output: str | None = option(None, "a JSON file for the results, which is replaced; null: none", path="read")
     split: str = option("valid", "valid | train", choices=("train", "valid"))
     max_tokens: int | None = option(None, "tokens to read; null: the whole split", minimum=1)
-    batch_size: int | None = option(None, "sequences at once; null: the run's", minimum=1)
+    batch_size: int | None = option(None, "sequences at once; null: the run's; of tasks: 1", minimum=1)
     seq_len: int | None = option(None, "tokens per sequence; null: the run's", minimum=2)
     device: str = device()
     loss: LossConfig | None = None  # a group that may be left out
