@@ -85,7 +85,7 @@ def _variants() -> list[Case]:
             "several_everything", several=4, shape=(4, 33), peak=6, bias=True, strided=True,
             options={
                 "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
-                "reduction": "sum", "workspace_mib": 0.5,
+                "reduction": "sum", "workspace_mib": 0.125,
             },
         ),
         Case("many_chunks_kahan", vocab=1300, weights=True, options={"workspace_mib": 0.5}),
