@@ -281,7 +281,8 @@ def _first_targets(
     targets, weights = targets.gather(-1, places), weights.gather(-1, places)
     columns = target_columns(targets, ignore_index, vocab)
     weights = weights.masked_fill(columns == IGNORED, 0.0).masked_fill(columns == OUTSIDE, torch.nan)
-    return targets[..., 0], columns.flatten(0, -2).contiguous(), weights.flatten(0, -2).contiguous()
+    k = targets.shape[-1]
+    return targets[..., 0], columns.reshape(-1, k).contiguous(), weights.reshape(-1, k).contiguous()
 
 
 def refuse_transforms(*gradients: Tensor | None) -> None:

@@ -113,3 +113,11 @@ def test_accuracy_is_that_of_the_first_target_that_is_not_ignored(device):
     kept = first != IGNORE
     assert torch.equal(lse[kept], of_first[kept])
     assert metrics == metrics_of_first
+
+
+@devices
+def test_a_row_without_a_dimension_for_rows_and_no_rows(device):
+    e, c, targets, weights = drawn(device)
+    whole = linear_cross_entropy(e[:1], c, targets[:1], target_weights=weights[:1])
+    assert torch.equal(linear_cross_entropy(e[0], c, targets[0], target_weights=weights[0]), whole)
+    assert linear_cross_entropy(e[:0], c, targets[:0], target_weights=weights[:0]) == 0

@@ -263,6 +263,7 @@ def refused() -> None:
         ({"targets": of["targets"][:2]}, r"targets: must be \(4, 8\) like e without D, got \(2, 8\)"),
         ({"main_grad_c": torch.zeros(V, D)}, "main_grad_c: cannot be given with DTensors"),
         ({"return_stats": True}, "return_stats: each rank of a DTensor has statistics of its own"),
+        ({"target_weights": torch.ones(4, 8, 1)}, "target_weights: cannot be given with a DTensor for e"),
         ({"shift": 9}, r"shift: must lie in \[0, 8\]"),
         ({"reduction": "all"}, "reduction: must be one of"),
         ({"preset": "none"}, "preset: must be one of"),
