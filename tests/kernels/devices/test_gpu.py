@@ -39,6 +39,11 @@ def test_extra_memory_stays_within_the_workspace(options, workspace_mib):
     assert extra_mib(8192, 512, 50257, workspace_mib, options) <= 2 * workspace_mib + 8  # bf16 logits: 785 MiB
 
 
+@pytest.mark.parametrize("workspace_mib", [48, 200])
+def test_several_targets_a_row_stay_within_the_workspace(workspace_mib):
+    assert extra_mib(8192, 512, 50257, workspace_mib, {}, several=8) <= 2 * workspace_mib + 8
+
+
 @pytest.mark.parametrize("shape", [(8192, 1024, 131072), (16384, 512, 50257)])
 @pytest.mark.parametrize("workspace_mib", [100, 256])
 def test_the_filters_lists_stay_within_the_workspace_together_with_all_else(shape, workspace_mib):
@@ -59,11 +64,13 @@ def test_a_filter_that_is_faster_is_taken_and_says_so():
     assert stats["entries_kept"] < 0.1
 
 
-def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, options: dict) -> float:
+def extra_mib(n_rows: int, dim: int, vocab: int, workspace_mib: float, options: dict, several: int = 0) -> float:
     """Peak of forward and backward pass beyond inputs and gradients, MiB."""
     e = torch.randn(n_rows, dim, device="cuda", dtype=BF16, requires_grad=True)
     c = (torch.randn(vocab, dim, device="cuda") / dim**0.5).to(BF16).requires_grad_()
-    targets = torch.randint(0, vocab, (n_rows,), device="cuda")
+    targets = torch.randint(0, vocab, (n_rows, several) if several else (n_rows,), device="cuda")
+    if several:
+        options = options | {"target_weights": torch.rand(targets.shape, device="cuda")}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

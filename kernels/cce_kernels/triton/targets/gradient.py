@@ -35,9 +35,9 @@ def targets_of_rows(
 
 @triton.jit
 def _row_of_target(places, inside, dims, D, columns_ptr, coefficient_ptr, c_ptr, c_stride):
-    column = tl.load(columns_ptr + places, mask=inside, other=-1)
     coefficient = tl.load(coefficient_ptr + places, mask=inside, other=0.0)
-    c_mask = (inside & (column >= 0))[:, None] & (dims < D)[None, :]
+    column = tl.load(columns_ptr + places, mask=inside, other=-1)
+    c_mask = (column >= 0)[:, None] & (dims < D)[None, :]
     c = tl.load(c_ptr + column[:, None] * c_stride + dims[None, :], mask=c_mask, other=0.0).to(tl.float32)
     return c * coefficient[:, None]
 
