@@ -192,7 +192,9 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
         f"  speed          {speed[0]:,.0f} to {speed[1]:,.0f} tokens/s"
         + ("" if None in shares else f", MFU {shares[0]:.0%} to {shares[1]:.0%}"),
-        f"  the whole run  {hours[0]:,.2f} to {hours[1]:,.2f} GPU-hours"
+        f"  the whole run  {duration(fast * plan.total_steps)} to {duration(slow * plan.total_steps)}, "
+        + " to ".join(f"{time:,.{2 if hours[0] >= 0.1 else 4}f}" for time in hours)
+        + " GPU-hours"
         + (f", price {price[0]:,.2f} to {price[1]:,.2f}" if price else "; gpu_price=PRICE of an hour gives its price"),
         f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={unit * batch}'}, without fragmentation",
         f"  the range of times is {off:.0%}: {basis}",
