@@ -48,9 +48,7 @@ def one(small_of_module: Small) -> tuple[Trainer, dict[str, Any]]:
     return trainer, trainer.fit()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "batch_size", "accumulation_steps"), [(1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2)]
-)
+@pytest.mark.parametrize(("world_size", "batch_size", "accumulation_steps"), [(1, 4, 1), (4, 1, 1), (2, 1, 2)])
 def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     world_size, batch_size, accumulation_steps, one, small, trained, tmp_path
 ):
@@ -106,9 +104,8 @@ def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small, trained,
     assert summary["valid_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("model", ["gated_deltanet", "kda", "transformer"])
-def test_every_model_trains_on_two_ranks(model, small, trained):
-    options = (f"model={model}", "trainer.activation_checkpointing=full")
+def test_checkpointed_activations_on_two_ranks(small, trained):
+    options = ("model=kda", "trainer.activation_checkpointing=full")
     one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
     one.fit()
     directory = trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2)
@@ -264,9 +261,8 @@ def test_on_gpus_a_stopped_run_goes_on_with_two_with_one_and_with_other_parallel
         assert curve(on)[1][0] < curve(stopped)[1][0], "it went on from trained weights"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("way", ["cpu", gpus("cuda"), gpus("graph")])
-def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(way, number, small, tmp_path):
+def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(way, small, tmp_path):
     untuned = "trainer.kernel_choices=first"
     overrides = small("trainer.max_steps=2000", "trainer.batch_size=1", "group=ddp", untuned, *WAYS[way])
     on_gpus = way != "cpu"
@@ -277,7 +273,7 @@ def test_torchrun_hands_a_signal_on_and_every_rank_ends_with_a_checkpoint(way, n
     launcher = start(begin, arguments, printed)
     try:
         directory = wait_for_step(tmp_path / "results/ddp", 8, seconds=240 if on_gpus else 100)
-        os.kill(launcher.pid or 0, number)
+        os.kill(launcher.pid or 0, signal.SIGUSR1)
         launcher.join(60)
         assert launcher.exitcode is not None, printed.read_text()
     finally:

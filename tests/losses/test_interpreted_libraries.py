@@ -79,7 +79,7 @@ def loop(*bounds: Any) -> Iterator[LoopVariable]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gla_in_chunks_of_128_equals_the_cpu_version(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gla_in_chunks_of_128_equals_the_cpu_version(dtype, monkeypatch):
     """`dtype` is that of the decays, in which they are saved for the backward pass."""
     import_fla("fla.ops.gla.chunk")
     tuning.use("first")  # the interpreter has no driver to time configurations with

@@ -58,9 +58,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 BF16_LOSS = ("torch_native-sum", torch.bfloat16)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compile_cache():
+@pytest.fixture(autouse=True, scope="module")
+def _one_compile_cache():
+    """A test finds the graphs of the tests before it."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 @dataclass
@@ -491,6 +494,7 @@ def test_torch_compile_without_a_compiler_is_refused_with_a_remedy(name, monkeyp
 
 def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly():
     available("compiled", CPU)
+    torch._dynamo.reset()
     loss = build_loss(CONFIGS["compiled"], device=CPU)
     weight = torch.zeros(7, 4)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from linrnn.costs import loss_memory
 from linrnn.losses import loss_names
 from linrnn.training.trainer import Trainer
 
-Small = Callable[..., list[str]]
-
 
 @pytest.fixture
 def source() -> str:
@@ -31,7 +28,7 @@ def source() -> str:
     return source
 
 
-def test_one_file_and_one_word_make_a_loss_of_the_command_line(source: str, small: Small, tmp_path: Path) -> None:
+def test_one_file_and_one_word_make_a_loss_of_the_command_line(source, small, tmp_path):
     for folder in ("src", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)
@@ -66,9 +63,7 @@ def read_config_text(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("new_losses")
-def test_a_loss_of_another_package_trains_three_steps_as_the_standard_one(
-    source: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_of_another_package_trains_three_steps_as_the_standard_one(source, small, tmp_path, monkeypatch):
     (tmp_path / "package" / "my_losses").mkdir(parents=True)
     (tmp_path / "package" / "my_losses" / "__init__.py").touch()
     (tmp_path / "package" / "my_losses" / "chunked.py").write_text(source, encoding="utf-8")
@@ -97,7 +92,7 @@ def test_a_loss_of_another_package_trains_three_steps_as_the_standard_one(
 
 
 @pytest.mark.usefixtures("new_losses")
-def test_a_name_that_another_file_has_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_another_file_has_is_refused(source, tmp_path, monkeypatch):
     (tmp_path / "stolen_name.py").write_text(source.replace('"chunked"', '"standard"'), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="loss=standard is registered already"):

@@ -30,7 +30,7 @@ def members(trainer: Trainer) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer", "fla model.config=delta_net"])
-def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(small: Small, model: str) -> None:
+def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(small, model):
     trainer = built(small, *f"model={model}".split())
     groups, parameters = members(trainer), dict(trainer.model.named_parameters())
     assert sorted(name for names in groups.values() for name in names) == sorted(parameters)
@@ -59,7 +59,7 @@ class OneMatrix(torch.nn.Module):
         self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 3, bias=False)])
 
 
-def test_two_steps_by_hand() -> None:
+def test_two_steps_by_hand():
     """The mean of the gradients, Nesterov's sum, its nearest orthogonal matrix to Newton-Schulz's error, and decay."""
     model, config = OneMatrix(), load_config([MUON, "optimizer.lr=0.01"]).optimizer
     optimizer = build_optimizer(model, config, CPU)
@@ -81,7 +81,7 @@ def test_two_steps_by_hand() -> None:
     assert set(optimizer.state[model.embedding.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_run_that_stops_goes_on_bit_for_bit(small: Small) -> None:
+def test_a_run_that_stops_goes_on_bit_for_bit(small):
     plan = small(MUON, "model=gated_deltanet", "schedule.steps=4")
     whole = fitted([*plan, "group=whole", "trainer.max_steps=4"])
     fitted([*plan, "trainer.max_steps=2"])
@@ -95,12 +95,12 @@ def test_a_run_that_stops_goes_on_bit_for_bit(small: Small) -> None:
 
 
 @pytest.mark.parametrize(("override", "cause"), [("momentum=1", "never forgets"), ("ns_steps=0", "below the minimum")])
-def test_values_that_could_never_train_are_refused(small: Small, override: str, cause: str) -> None:
+def test_values_that_could_never_train_are_refused(small, override, cause):
     with pytest.raises(ConfigError, match=cause):
         built(small, f"optimizer.{override}")
 
 
-def test_newton_schulz_is_counted_as_torch_multiplies(small: Small) -> None:
+def test_newton_schulz_is_counted_as_torch_multiplies(small):
     trainer = built(small, "model=transformer")
     for parameter in trainer.model.parameters():
         parameter.grad = torch.ones_like(parameter)

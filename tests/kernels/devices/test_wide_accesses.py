@@ -20,7 +20,7 @@ KERNELS = {"copied_kernel", "target_logits_kernel", "product_kernel", "scaled_ro
 BF16 = torch.bfloat16
 
 
-def test_eights_are_sizes_of_which_triton_knows_nothing() -> None:
+def test_eights_are_sizes_of_which_triton_knows_nothing():
     assert [in_eights(*sizes) for sizes in ((1000, 1024), (1024, 64), (1000, 1001), (1001,))] == [
         True,
         False,
@@ -31,7 +31,7 @@ def test_eights_are_sizes_of_which_triton_knows_nothing() -> None:
 
 @pytest.mark.parametrize("rows", [256, 128], ids=["one chunk", "two chunks"])
 @pytest.mark.parametrize("dim", [1000, 1024])
-def test_no_kernel_moves_single_numbers_of_16_bits(dim: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_moves_single_numbers_of_16_bits(dim, rows, monkeypatch):
     """At D = 1000 every gradient was read and written 2 bytes at a time, and its rounding error 1 byte at a time."""
     compile_kernel = jit.JITFunction.run
     with monkeypatch.context() as patch:

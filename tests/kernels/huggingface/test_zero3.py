@@ -4,7 +4,6 @@ DeepSpeed is no part of `linrnn[test]`: `pip install deepspeed`, then run this f
 """
 
 import os
-from pathlib import Path
 from typing import Any
 
 import cce_kernels
@@ -65,7 +64,7 @@ def a_rank(rank: int, port: int, folder: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_losses_and_gradients_are_those_without_the_patch(device: str, tmp_path: Path) -> None:
+def test_losses_and_gradients_are_those_without_the_patch(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip(f"needs {RANKS} GPUs")
     port = free_port()

@@ -88,7 +88,7 @@ def test_a_kernel_from_a_local_repository(tmp_path):
     assert printed.read_text().endswith("done\n")
 
 
-def test_without_a_folder_the_command_says_how_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_command_says_how_it_is_called(monkeypatch):
     monkeypatch.setattr("sys.argv", [str(BUILD)])
     with pytest.raises(SystemExit, match=r"usage: python kernels/hub/build\.py FOLDER"):
         runpy.run_path(str(BUILD), run_name="__main__")
