@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from forked import ROOT, spawn, start
 from pool import Pool
 
@@ -182,13 +183,14 @@ def bytes_counted() -> Iterator[None]:
     the loss's own kernels send of that."""
     sent = by_loss = 0.0
 
-    def counted(original: Callable[..., Any], whole: int, times: int) -> Callable[..., Any]:
+    def counted(original: Callable[..., Any], whole: int, times: int | None) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal sent, by_loss
             tensor = arguments[whole] if len(arguments) > whole else options["input"]
-            ranks = dist.get_world_size(options.get("group"))
+            group = options.get("group")
+            ranks = group[0].size(group[1]) if isinstance(group, tuple) else dist.get_world_size(group)  # (mesh, dim)
             if tensor.numel() > 100:
-                size = times * tensor.nbytes * (ranks - 1) / ranks
+                size = (times or ranks) * tensor.nbytes * (ranks - 1) / ranks
                 sent += size
                 by_loss += size * sys._getframe(1).f_globals["__name__"].startswith("cce_kernels.")
             return original(*arguments, **options)
@@ -211,6 +213,9 @@ def bytes_counted() -> Iterator[None]:
         for name, (whole, times) in functions.items():
             if original := getattr(dist, name, None):
                 patches.enter_context(patch.object(dist, name, counted(original, whole, times)))
+        of_dtensor = next(name for name in ("all_gather_single", "all_gather_tensor") if hasattr(functional, name))
+        gathered = counted(getattr(functional, of_dtensor), 0, None)  # is given a rank's own part
+        patches.enter_context(patch.object(functional, of_dtensor, gathered))
         patches.enter_context(patch.object(Trainer, "train_step", train_step))
         yield
 

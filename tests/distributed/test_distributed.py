@@ -113,12 +113,14 @@ def test_checkpointed_activations_on_two_ranks(small, trained):
         assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
 
 
-def test_muon_updates_every_replica_alike(small, trained):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "vocab"])
+def test_muon_updates_every_replica_alike(parallel, small, trained):
     """Newton-Schulz computes in bf16, so that after an update rounding differs by more than without it."""
     options = ("model=transformer", "optimizer=muon")
+    rows = "trainer.batch_size=2" if parallel == "vocab" else "trainer.batch_size=1"
     one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
     one.fit()
-    ranks = curve(trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2))
+    ranks = curve(trained(small(*options, rows, f"parallel={parallel}", f"group={parallel}"), 2))
     for step, figures in curve(one.directory.path).items():
         assert ranks[step] == pytest.approx(figures, rel=ROUNDING if step == 1 else 1e-3)
 

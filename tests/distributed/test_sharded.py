@@ -49,11 +49,11 @@ def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
     return trainer, trainer.fit()
 
 
-def assert_same_curve(directory: Path, one: Trainer) -> None:
+def assert_same_curve(directory: Path, one: Trainer, rounding: float = ROUNDING) -> None:
     expected = curve(one.directory.path)
     assert curve(directory).keys() == expected.keys()
     for step, figures in curve(directory).items():
-        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+        assert figures == pytest.approx(expected[step], rel=rounding), step
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(world_size, cut
     ("world_size", "cut"),
     [
         (2, FSDP),
-        (2, (*FSDP, *TOGETHER)),
+        (2, (*FSDP, *TOGETHER, "optimizer=muon")),
         (4, (*VOCAB, TWO_GROUPS, UNTIED)),
         (2, (*VOCAB, "loss=cce_filter")),
         (2, (*VOCAB, "loss=cce_filter", FILTERED)),
@@ -112,7 +112,7 @@ def test_the_bytes_that_ranks_send_are_those_foreseen(world_size, cut, small, po
     foreseen = communication(
         resolve(config.model, config.size, 512), config.parallel, world_size=world_size,
         sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32",
-        loss=config.loss, micro_steps=2,
+        loss=config.loss, micro_steps=2, optimizer=config.optimizer,
     )  # fmt: skip
     assert len(counts) == 1, "all ranks, all steps but the first"
     sent, by_loss = counts.pop()
@@ -179,8 +179,10 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
             assert norm == pytest.approx(expected[step][1], rel=2e-2), step
 
 
-def test_a_run_continues_with_another_number_of_ranks(small, trained):
+@pytest.mark.parametrize(("optimizer", "rounding"), [("adamw", ROUNDING), ("muon", 1e-3)])  # Muon's is that of bf16
+def test_a_run_continues_with_another_number_of_ranks(optimizer, rounding, small, trained):
     same = ("schedule=constant", "schedule.steps=4", "schedule.warmup_steps=0", "size.vocab_size=515")
+    same = (*same, f"optimizer={optimizer}", *(["model=transformer"] if optimizer == "muon" else []))
     one, _ = one_process(small(*same, "trainer.batch_size=4", "trainer.max_steps=4"))
     first = trained(small(*same, *FSDP, "trainer.batch_size=1", "trainer.max_steps=2"), 4)
     files = {
@@ -191,7 +193,7 @@ def test_a_run_continues_with_another_number_of_ranks(small, trained):
     second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2)
     assert second == first
     assert "resuming at step 2" in (second / "train.log").read_text()
-    assert_same_curve(second, one)
+    assert_same_curve(second, one, rounding)
 
 
 @pytest.mark.parametrize(

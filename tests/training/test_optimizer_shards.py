@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from forked import start
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -48,6 +49,56 @@ def test_adamw_on_own_rows_takes_torchs_steps(mesh):
         assert torch.equal(one.full_tensor(), other.full_tensor())
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor), "checkpoints keep whole moments"
+
+
+def muon_of(matrices: list[Tensor]) -> torch.optim.Optimizer:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ParameterList(matrices)])
+    return build_optimizer(model, load_config(["optimizer=muon", "optimizer.lr=0.1"]).optimizer, CPU)
+
+
+def updated_by_muon(rank: int, world_size: int, folder: str) -> None:
+    """Three updates of matrices whose rows are shared by `world_size` ranks. Rank 0 writes the whole matrices."""
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    wholes = [torch.randn(rows, columns) for rows, columns in ((5, 7), (8, 4), (1, 6))]
+    matrices = [nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)])) for whole in wholes]
+    optimizer = muon_of(matrices)
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = distribute_tensor(torch.randn(matrix.shape), mesh, [Shard(0)])
+        optimizer.step()
+    held = {f"{i}/mean": optimizer.state[matrix]["momentum_buffer"] for i, matrix in enumerate(matrices)}
+    assert all(isinstance(mean, DTensor) for mean in held.values()), "checkpoints keep whole means"
+    held |= {str(i): matrix for i, matrix in enumerate(matrices)}
+    whole = {name: tensor.full_tensor().detach() for name, tensor in held.items()}
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    dist.destroy_process_group()
+
+
+def test_muon_on_rows_of_two_ranks_takes_torchs_steps_on_whole_matrices(tmp_path):
+    """One matrix has more rows on one rank, one has none there."""
+    ranks = [start(updated_by_muon, rank, 2, str(tmp_path)) for rank in range(2)]
+    torch.manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(rows, columns)) for rows, columns in ((5, 7), (8, 4), (1, 6))]
+    config = load_config(["optimizer=muon"]).optimizer
+    reference = torch.optim.Muon(
+        matrices, lr=0.1, momentum=config.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape)
+        reference.step()
+    for rank in ranks:
+        rank.join(120)
+        assert rank.exitcode == 0
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    for i, matrix in enumerate(matrices):
+        torch.testing.assert_close(found[str(i)], matrix.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(found[f"{i}/mean"], reference.state[matrix]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e3, None])

@@ -161,8 +161,6 @@ RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
 @pytest.mark.parametrize(
     ("overrides", "cause", "number"),
     [
-        (["parallel=fsdp", "optimizer=muon"], "optimizer=muon needs whole matrices", 2),
-        (["parallel=vocab", "optimizer=muon"], "optimizer=muon needs whole matrices", 2),
         (["parallel=fsdp", "trainer.compile=model"], "makes one graph of all blocks", 1),
         (["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
         (["parallel=none"], "a launcher started 2 processes", 1),
@@ -220,7 +218,6 @@ def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(s
     [
         ([], ["trainer.precision=bf16", "parallel=fsdp"], ["memory_budget_gib", "more GPUs"]),
         (["trainer.precision=bf16"], ["parallel=fsdp"], ["trainer.precision"]),
-        (["optimizer=muon"], ["trainer.precision=bf16"], ["parallel=fsdp"]),
         (["parallel=fsdp"], ["more GPUs"], ["parallel=fsdp", "trainer.precision"]),
     ],
 )

@@ -317,7 +317,7 @@ class MuonConfig(OptimizerConfig):
 
     The others are embedding, head, norms, biases, convolutions, A_log and dt_bias. A matrix's update is multiplied by
     0.2 sqrt(max(rows, columns)), which gives it the size of AdamW's (arXiv:2502.16982, section 2.2): a learning rate
-    and weight decay found for AdamW carry over. Needs whole matrices: parallel=none or ddp.
+    and weight decay found for AdamW carry over. With ddp, fsdp and vocab every rank computes all updates.
     """
 
     momentum: float = option(0.95, "decay of the mean of a matrix's gradients, a step (Nesterov)", minimum=0, maximum=1)

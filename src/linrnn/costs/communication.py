@@ -6,7 +6,7 @@ all-reduce takes twice that. Scalars and FSDP's padding are left out.
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import FsdpConfig, LossConfig, ParallelConfig, VocabConfig
+from linrnn.config.schema import FsdpConfig, LossConfig, MuonConfig, OptimizerConfig, ParallelConfig, VocabConfig
 from linrnn.costs.memory import gathered_bytes
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters, over_shards
 from linrnn.losses.formulas import BF16, FP32
@@ -42,6 +42,7 @@ def communication(
     precision: str,
     loss: LossConfig,
     micro_steps: int = 1,
+    optimizer: OptimizerConfig | None = None,
 ) -> Communication | None:
     """Bytes that each of `world_size` ranks sends in a step of `micro_steps`, each of `sequences` per rank.
 
@@ -50,6 +51,7 @@ def communication(
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
         loss: matters only with VocabConfig.
+        optimizer: Muon gathers the updates of the layers' matrices, in bf16, once a step.
     """
     kept = BF16 if precision == "bf16" else FP32
     compute = FP32 if precision == "fp32" else BF16
@@ -80,7 +82,12 @@ def communication(
     else:
         within["embedding"] = _gathered((kept + FP32) * matrix, ranks)
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
-    return Communication({name: micro_steps * size for name, size in within.items()}, across)
+    within = {name: micro_steps * size for name, size in within.items()}
+    if isinstance(optimizer, MuonConfig):
+        if arch.matrices is None:
+            return None
+        within["updates"] = _gathered(BF16 * sum(rows * columns for rows, columns in arch.matrices), ranks)
+    return Communication(within, across)
 
 
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:

@@ -69,7 +69,7 @@ def training_state(
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
-        optimizer: None for forward and backward passes alone. Muon needs `shard_ranks=1`.
+        optimizer: None for forward and backward passes alone.
         shard_ranks: number of ranks that share one model.
     """
     kept = BF16 if precision == "bf16" else FP32

@@ -111,6 +111,7 @@ def _communication(plan: Plan, arch: Architecture) -> list[str]:
         precision=plan.precision,
         loss=plan.config.loss,
         micro_steps=trainer.accumulation_steps,
+        optimizer=plan.config.optimizer,
     )
     heading = f"sent by each of {plan.world_size} ranks in a step"
     if sent is None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from linrnn.config.schema import FallingConfig, MuonConfig, OptimizerConfig, ScheduleConfig, WsdConfig
@@ -70,7 +70,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
         return _adamw(groups, config, device)
     # Nesterov's momentum. An update is multiplied by 0.2 √max(rows, columns), which gives it the size of AdamW's, so
     # that both share one rate (Liu et al. 2025, arXiv:2502.16982, section 2.2).
-    muon = torch.optim.Muon(
+    muon = Muon(
         groups[:1], lr=config.lr, momentum=config.momentum, ns_steps=config.ns_steps, adjust_lr_fn="match_rms_adamw"
     )
     return MuonAndAdamW(muon, _adamw(groups[1:], config, device) if groups[1:] else None)
@@ -88,7 +88,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     this mean nearly orthogonal by Newton-Schulz iterations in bf16, and takes the result as the update.
 
     Args:
-        muon: for the matrices. Each must be whole: Newton-Schulz multiplies a matrix by itself.
+        muon: for the matrices.
         adamw: for all other parameters; None if there are no others.
     """
 
@@ -117,6 +117,44 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.state = self.state
             part.param_groups = self.param_groups[first : first + length]
             first += length
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon that also takes matrices whose rows the ranks share (DTensors, as their means).
+
+    Newton-Schulz multiplies a matrix by itself. So every rank gathers each update's input, in bf16 as the iterations
+    take it, computes the whole update, and keeps its own rows of it: what one rank computes for the same gradients.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Ranks that share matrices call it together."""
+        if not any(isinstance(parameter, DTensor) for group in self.param_groups for parameter in group["params"]):
+            super().step(closure)
+            return
+        for group in self.param_groups:
+            # Torch's own step takes one whole matrix after another. Mean and decay need a rank's own rows alone.
+            matrix = nn.Parameter(torch.zeros(0, 0))
+            settings = {key: group[key] for key in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+            of_whole = torch.optim.Muon([matrix], momentum=0.0, nesterov=False, weight_decay=0.0, **settings)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                gradient, mean = own_rows(parameter.grad), own_rows(state["momentum_buffer"])
+                mean.lerp_(gradient, 1 - group["momentum"])
+                nesterov = gradient.lerp(mean, group["momentum"]).bfloat16()
+                shape = {"shape": parameter.shape, "stride": parameter.stride()}
+                place = parameter.device_mesh, parameter.placements
+                whole = DTensor.from_local(nesterov, *place, **shape).full_tensor().float()
+                matrix.data, matrix.grad = torch.zeros_like(whole), whole
+                of_whole.state.clear()
+                of_whole.step()
+                everywhere = [Replicate()] * parameter.device_mesh.ndim
+                update = DTensor.from_local(matrix.detach(), place[0], everywhere).redistribute(*place)
+                own_rows(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(own_rows(update))
 
 
 class AdamW(torch.optim.AdamW):

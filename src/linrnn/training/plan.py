@@ -16,7 +16,7 @@ import torch
 from linrnn import costs
 from linrnn.config import last_of_each, load_config, overrides_of, steps
 from linrnn.config.naming import HORIZON
-from linrnn.config.schema import Config, FsdpConfig, MuonConfig, VocabConfig
+from linrnn.config.schema import Config, FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
@@ -215,11 +215,6 @@ def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         "trainer.sample_every=null, or scripts/generate.py on a checkpoint",
     )
     yield (
-        isinstance(config.optimizer, MuonConfig) and sharded and plan.world_size > 1,
-        f"optimizer=muon needs whole matrices, and parallel={parallel.name} leaves a part of each on every rank",
-        "parallel=ddp, or optimizer=adamw",
-    )
-    yield (
         isinstance(parallel, VocabConfig) and trainer.batch_size % shard_ranks > 0,
         f"parallel=vocab: {shard_ranks} ranks cannot share {trainer.batch_size} sequences out evenly",
         f"a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
@@ -306,13 +301,13 @@ def _changes(config: Config, way: str) -> bool:
 def _less_state(plan: Plan) -> list[str]:
     """What could make parameters, gradients and optimizer state take less memory, beyond what is in use."""
     config = plan.config
-    sharded, whole = isinstance(config.parallel, FsdpConfig), isinstance(config.optimizer, MuonConfig)
+    sharded = isinstance(config.parallel, FsdpConfig)
     ways = {
         "a smaller size": True,
         "trainer.precision=bf16": plan.precision != "bf16" and not sharded,  # some models do not shard with it
         "a larger memory_budget_gib": config.memory_budget_gib is not None,
         "more GPUs": sharded,
-        "parallel=fsdp on several GPUs": not sharded and not whole,
+        "parallel=fsdp on several GPUs": not sharded,
     }
     return [way for way, helps in ways.items() if helps]
 
