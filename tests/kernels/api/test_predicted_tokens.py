@@ -30,7 +30,7 @@ def same(e: Tensor, c: Tensor, bias: Tensor | None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("workspace_mib", [64, 2e-3, 1e-6])
-@pytest.mark.parametrize("scale", [1.0, 0.3, -2.0])
+@pytest.mark.parametrize("scale", [1.0, -2.0])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
 def test_the_tokens_have_the_largest_logits(dtypes, biased, scale, workspace_mib):
