@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
-from benchmarks.loss_pictures import error_plot, kind_in_words, on_named_shapes, shape_in_words
+from benchmarks.loss_pictures import error_plot, kind_in_words, of_libraries, on_named_shapes, shape_in_words
 from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
 from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
 from linrnn.config import cli
@@ -548,7 +548,10 @@ def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
         origin = f" ({own[0].trained})" if own[0].trained else ""
         sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
     device = common.devices_of(directory)
-    drawn = {name: on_named_shapes(rows, device), f"{name}_error": error_plot(rows, device)}
+    drawn = {
+        name: of_libraries(rows, device) or on_named_shapes(rows, device),
+        f"{name}_error": error_plot(rows, device),
+    }
     pictures = {stem: figure for stem, figure in drawn.items() if figure is not None}
     return common.write_report(directory, name, f"The output layer alone, {name}", sections, COLUMNS, pictures)
 

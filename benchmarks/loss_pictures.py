@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.common import bars, grouped
 from benchmarks.loss_rows import AGAIN, BAR, EXACT, FLOOR, Row
 from linrnn.models.facts import model_in_words
-from linrnn.report.plot_style import GREY, LOSSES, WIDTH, in_words, legend_below, looks, loss_of, subplots
+from linrnn.report.plot_style import GREY, LOSSES, PALE, WIDTH, in_words, legend_below, looks, loss_of, subplots
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
 LOGITS = {"peaked": "trained-like", "flat": "random-init"}
@@ -30,6 +31,16 @@ FILTERS = {  # the settings that the picture of errors shows, by a row's text wi
     "cce_filter": ("cce_filter: samples small gradients", (0, -16), "center"),
     "cce_filter filter_unbiased=false": ("cce_filter: drops small gradients", (-12, 0), "right"),
     "cce_apple": ("Apple's cce: drops small gradients", (-12, 0), "right"),
+}
+LIBRARIES = {  # every_rival: a library's losses, of which the picture shows the fastest on each shape; colour, marker
+    "ours": (("cce_kahan",), LOSSES["cce_kahan"]),
+    "torch.compile": (("compiled",), LOSSES["compiled"]),
+    "QuACK": (("quack",), LOSSES["quack"]),
+    "Liger": (("liger", "liger_sm90", "liger_flsce"), LOSSES["liger"]),
+    "Unsloth": (("unsloth",), ("#CC79A7", "D")),
+    "TRL": (("trl",), ("#56B4E9", "^")),
+    "verl": (("verl",), ("#882255", "p")),
+    "FLA": (("fla",), LOSSES["fla"]),
 }
 BETTER = "(better: down and left)"
 BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.4}  # the box of a name
@@ -76,6 +87,52 @@ def on_named_shapes(rows: Sequence[Row], device: str) -> Any | None:
     note = f"{device}, forward and backward, trained-like logits, tokens x hidden size x vocabulary size."
     note += " Lower bound: three GEMMs." if FLOOR in next(iter(values.values())) else " QuACK: its fastest chunk size."
     return bars({"time / torch.compile's": (".2f", values)}, title, note, at=1)
+
+
+def fastest_of_libraries(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Ours with its default and the fastest loss of each library by shape, in which several libraries took part."""
+    found: dict[str, dict[str, Row]] = {}
+    for own in grouped(_timed(rows), key=lambda row: row.problem):
+        fastest = {
+            name: min(
+                (row for row in own if loss_of(row.backend) in losses and row.workspace_mib is None),
+                key=lambda row: row.forward_backward_ms or math.inf, default=None,
+            )
+            for name, (losses, _) in LIBRARIES.items()
+        }  # fmt: skip
+        if all(fastest.get(name) for name in ("ours", "TRL", "Unsloth")):
+            found[own[0].shape] = {name: row for name, row in fastest.items() if row is not None}
+    return found
+
+
+def beside_ours(row: Row, ours: Row) -> float:
+    """A row's time in units of ours: the median over the rounds that both took part in."""
+    return median(one / own for one, own in zip(row.rounds_ms, ours.rounds_ms, strict=True))
+
+
+def of_libraries(rows: Sequence[Row], device: str) -> Any | None:
+    """The time of each library's fastest loss in units of ours, a line for each shape."""
+    found = fastest_of_libraries(rows)
+    if not found:
+        return None
+    figure, axes = subplots(figsize=(8, 1.6 + 0.36 * len(found)))
+    marks, first = {}, 0
+    for y, own in enumerate(found.values()):
+        times = {name: beside_ours(row, own["ours"]) for name, row in own.items()}
+        first += min(times.values()) == 1
+        axes.plot([min(times.values()), max(times.values())], [y, y], color=PALE, linewidth=2, zorder=1)
+        for name, time in times.items():
+            colour, marker = LIBRARIES[name][1][:2]
+            [marks[name]] = axes.plot(time, y, color=colour, marker=marker, linestyle="none", markersize=8)
+    axes.set_yticks(range(len(found)), [shape_in_words(own["ours"]) for own in found.values()])
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="time in units of ours, forward and backward")
+    axes.set_xticks([0.9, 1, 1.25, 1.5, 2, 3, 5], ["0.9", "1", "1.25", "1.5", "2", "3", "5"])
+    axes.set_xticks([], minor=True)
+    figure.suptitle(f"No library's loss is faster than ours on {first} of {len(found)} output layers")
+    note = f"{device}, trained-like logits, tokens x hidden size x vocabulary. The fastest setting of each library."
+    legend_below(figure, marks, note)
+    return figure
 
 
 def error_plot(rows: Sequence[Row], device: str) -> Any | None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import loss_rows
 from benchmarks.common import read_runs
+from benchmarks.loss_pictures import LIBRARIES, beside_ours, fastest_of_libraries
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
 from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
@@ -468,6 +470,17 @@ def quack() -> Rows:
         ours, chunks = grid[(*size, EXACT, None)], best["backend"].partition("/")[2] or "default"
         ratio = median(one / own for one, own in zip(best["rounds_ms"], ours["rounds_ms"], strict=True))
         yield _shape(size), f"{ratio:.2f}", f"{best['extra_mib']:,.0f}", f"{ours['extra_mib']:,.0f}", chunks
+
+
+@table("N x D x V", *LIBRARIES, "MiB: ours", "QuACK", words=("N x D x V",))
+def libraries() -> Rows:
+    """The fastest loss of each library in units of our time, and the memory of ours and of QuACK's."""
+    rows = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["libraries"] / "rows.json")
+    for own in fastest_of_libraries([row for row in rows if row.set == "every_rival"]).values():
+        ours, quack = own["ours"], own.get("QuACK")
+        times = (f"{beside_ours(own[name], ours):.2f}" if name in own else "refused" for name in LIBRARIES)
+        mib = f"{quack.extra_mib:,.0f}" if quack else "refused"
+        yield _shape((ours.n, ours.d, ours.v)), *times, f"{ours.extra_mib:,.0f}", mib
 
 
 def layer_rows(of_set: str) -> dict[tuple[Any, ...], dict[str, Any]]:
