@@ -1,7 +1,9 @@
 """The console: one line in place on a terminal, a line now and then elsewhere; the picture; TensorBoard's files."""
 
 import io
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +14,7 @@ from PIL import Image
 from linrnn.config import load_config
 from linrnn.core import machine
 from linrnn.core.errors import UnsupportedError
-from linrnn.core.machine import GIB, busy_with_others, size_in_words
+from linrnn.core.machine import GIB, busy_with_others, size_in_words, wait_asleep_if_busy
 from linrnn.runs import loggers
 from linrnn.runs.loggers import Console, TensorboardMirror, check_loggers
 from linrnn.runs.picture import draw_progress
@@ -87,6 +89,25 @@ def test_a_busy_machine_is_named_and_what_helps_there(monkeypatch):
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.4, 0, 0))
     assert "OMP_WAIT_POLICY=PASSIVE" in (busy_with_others(2) or "")
     assert "PASSIVE" not in (busy_with_others(1) or "PASSIVE"), "one thread waits for nobody"
+
+
+@pytest.mark.parametrize(("busy", "threads", "policy"), [(0.6, None, "PASSIVE"), (0.4, None, None), (2.0, "1", None)])
+def test_threads_sleep_while_they_wait_where_others_are_busy(busy, threads, policy, monkeypatch):
+    monkeypatch.setattr(machine, "_seconds_of_others", lambda: machine.OTHERS_BEFORE + busy * 10)
+    monkeypatch.setattr(machine, "seconds_since_start", lambda: 10.0)
+    for name, value in (("OMP_WAIT_POLICY", None), ("OMP_NUM_THREADS", threads)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+    wait_asleep_if_busy()
+    assert os.environ.pop("OMP_WAIT_POLICY", None) == policy
+
+
+def test_the_time_of_others_leaves_out_our_own():
+    before, begun = machine._seconds_of_others(), time.process_time()
+    while time.process_time() < begun + 0.3:
+        pass
+    assert machine._seconds_of_others() - before < 0.3 + (time.process_time() - begun) * os.cpu_count()
 
 
 def test_a_run_ends_with_a_picture(tmp_path):

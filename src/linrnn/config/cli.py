@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import linrnn.core.machine  # noqa: F401  notes when this process began
 from linrnn.config.bounds import check_outputs
 from linrnn.config.compose import load_config, menu_of
 from linrnn.config.manual import help_text, written_as
@@ -28,6 +27,7 @@ from linrnn.core.errors import (
     out_of_memory,
     ran_out_of_memory,
 )
+from linrnn.core.machine import wait_asleep_if_busy  # this module notes when the process began
 from linrnn.core.output import as_started, drop_output, open_streams, output_error, say
 from linrnn.core.redaction import scrub
 
@@ -49,6 +49,7 @@ def run(main: Callable[[Any], int | None], config_name: str = "train", descripti
         config = load_config(arguments, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
+        wait_asleep_if_busy()
         return main(config)
 
     _start(call, lambda arguments: help_text(config_name, description, arguments))

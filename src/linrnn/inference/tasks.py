@@ -10,6 +10,7 @@ from typing import Any
 
 from linrnn.config.schema import EvaluateConfig
 from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.core.files import write_text
 from linrnn.inference.load import Trained
 from linrnn.losses.requirements import require_package, version_of
 
@@ -58,7 +59,7 @@ def evaluate_tasks(trained: Trained, config: EvaluateConfig, manager: Any) -> di
         raise ConfigError(cause, "leave tasks out for the loss on the run's own data")
     with tempfile.TemporaryDirectory() as folder:
         for name, text in trained.tokenizer.files().items():
-            Path(folder, name).write_text(text, encoding="utf-8")
+            write_text(Path(folder, name), text)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     run = trained.config
     model = HFLM(
