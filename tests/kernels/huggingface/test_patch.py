@@ -286,10 +286,12 @@ def test_what_transformers_reads_of_a_class_stays(tmp_path):
 
 @pytest.fixture
 def accelerator():
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)  # of an earlier test's Trainer in this process
     found = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     yield found
     found.free_memory()
-    type(found.state)._reset_state(reset_partial_state=True)
+    reset(reset_partial_state=True)
 
 
 def test_mixed_precision_of_accelerate(accelerator):
