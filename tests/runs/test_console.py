@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,11 +102,13 @@ def test_threads_sleep_while_they_wait_where_others_are_busy(busy, threads, poli
     assert os.environ.pop("OMP_WAIT_POLICY", None) == policy
 
 
-def test_the_time_of_others_leaves_out_our_own():
-    before, begun = machine._seconds_of_others(), time.process_time()
-    while time.process_time() < begun + 0.3:
-        pass
-    assert machine._seconds_of_others() - before < 0.3 + (time.process_time() - begun) * os.cpu_count()
+def test_the_time_of_others_is_the_busy_time_of_our_cores_without_our_own(monkeypatch):
+    cores = ["cpu 0 0 0 0 0 0 0 0 0 0", "cpu0 100 20 30 5000 400 6 7 8 0 0", "cpu1 9000 0 0 0 0 0 0 0 0 0", "ctxt 1"]
+    monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: "\n".join(cores))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(machine.os, "sysconf", lambda _: 10)
+    monkeypatch.setattr(machine.os, "times", lambda: (3.0, 1.5, 0.0, 0.0, 0.0))
+    assert machine._seconds_of_others() == pytest.approx((100 + 20 + 30 + 6 + 7 + 8) / 10 - 4.5)
 
 
 def test_a_run_ends_with_a_picture(tmp_path):

@@ -50,9 +50,9 @@ def cores() -> int:
 
 def _seconds_of_others() -> float:
     """CPU time that other processes took on this process's cores since the machine started; 0 where none is known."""
-    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # no /proc, as on macOS
         lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         # user, nice, system, idle, iowait, irq, softirq, steal
         busy = sum(sum(map(int, times[:3] + times[5:8])) for name, *times in lines if name in ours)
         return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
