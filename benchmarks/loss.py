@@ -549,7 +549,7 @@ def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
         sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
     device = common.devices_of(directory)
     drawn = {
-        name: of_libraries(rows, device) or on_named_shapes(rows, device),
+        name: (of_libraries if name == "every_rival" else on_named_shapes)(rows, device),
         f"{name}_error": error_plot(rows, device),
     }
     pictures = {stem: figure for stem, figure in drawn.items() if figure is not None}

@@ -194,7 +194,7 @@ def _verl() -> Loss:
 # What imports a library's loss, and what installs it.
 _LIBRARIES: dict[str, tuple[Callable[[], Loss], str]] = {
     "liger_flsce": (_liger_flsce, "liger-kernel[cutedsl]==0.8.5"),
-    "liger_cutile": (_liger_cutile, "liger-kernel==0.8.5 cuda-tile[tileiras]"),
+    "liger_cutile": (_liger_cutile, "cuda-tile[tileiras]"),
     "trl": (_trl, "trl==1.16.0"),
     "unsloth": (_unsloth, "unsloth_zoo==2026.10.9"),
     "verl": (_verl, "verl==0.9.1"),

@@ -472,7 +472,7 @@ def quack() -> Rows:
         yield _shape(size), f"{ratio:.2f}", f"{best['extra_mib']:,.0f}", f"{ours['extra_mib']:,.0f}", chunks
 
 
-@table("N x D x V", *LIBRARIES, "MiB: ours", "QuACK", words=("N x D x V",))
+@table("N x D x V", *LIBRARIES, "MiB: ours", "QuACK")
 def libraries() -> Rows:
     """The fastest loss of each library in units of our time, and the memory of ours and of QuACK's."""
     rows = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["libraries"] / "rows.json")
