@@ -251,7 +251,7 @@ def write_report(directory: Path) -> list[Path]:
     gaps = [
         f": {abs(line.difference):.2g} nats apart at the end" for line in lines if line.label == "cce_kahan" and fla
     ]
-    figure.suptitle("flame trains the same with FLA's loss and with ours" + "".join(gaps))
+    figure.suptitle("flame with FLA's losses and with ours" + "".join(gaps))
     legend_below(figure, shown)
     title = "flame's training loop, one loss a run"
     return common.write_report(directory, "flame", title, {"Runs": lines}, COLUMNS, {"flame": figure})
