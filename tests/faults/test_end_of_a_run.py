@@ -16,7 +16,7 @@ from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
-from linrnn.core.interrupts import StopRequest, heeded
+from linrnn.core.interrupts import SIGNALS, StopRequest
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training import checkpointer
 from linrnn.training import trainer as trainer_module
@@ -39,7 +39,7 @@ def deadly(monkeypatch: pytest.MonkeyPatch) -> Any:
     def handler(*_: object) -> None:
         raise OutsideTheGuard
 
-    previous = {number: signal.signal(number, handler) for number in heeded()}
+    previous = {number: signal.signal(number, handler) for number in SIGNALS}
     yield
     for number, old in previous.items():
         signal.signal(number, old)

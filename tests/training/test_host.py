@@ -1,5 +1,6 @@
 """What the host does around a step: it waits for no rank, reads results late, and collects garbage at known points."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -122,19 +123,12 @@ class Cycle:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("apart", [False, True])
-def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(apart, fails, small, monkeypatch):
-    """Objects may be set apart by others before the run; they stay so. (The numbers of objects here are made up.)"""
-    counted = [7 if apart else 0]
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted[-1])
-    monkeypatch.setattr(gc, "freeze", lambda: counted.append(9))
-    monkeypatch.setattr(gc, "unfreeze", lambda: counted.append(0))
+def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(fails, small, monkeypatch):
     garbage: list[weakref.ref[Cycle]] = []
     trainer = Trainer(load_config(small()))
 
     def in_step() -> None:
         assert not gc.isenabled()
-        assert counted == ([7] if apart else [0, 9])
         assert [cycle() for cycle in garbage] == [None] * trainer.step
         garbage.append(weakref.ref(Cycle()))
         if fails and trainer.step == 2:
@@ -142,14 +136,10 @@ def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(apart, f
 
     before(monkeypatch, trainer, "train_step", in_step)
     assert gc.isenabled()
-    if fails:
-        with pytest.raises(ZeroDivisionError):
-            trainer.fit()
-    else:
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         trainer.fit()
     assert len(garbage) == 3
     assert gc.isenabled()
-    assert counted == ([7] if apart else [0, 9, 0])
 
 
 # ------------------------------------------------------------------------------------------------------ on the GPU

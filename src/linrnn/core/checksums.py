@@ -1,4 +1,4 @@
-"""Checksums of an exported model's files, in the format of `sha256sum`. Loading the model checks them."""
+"""Checksums of files. An exported model has them in the format of `sha256sum`, and loading it checks them."""
 
 import hashlib
 from pathlib import Path
@@ -8,14 +8,15 @@ from linrnn.core.errors import DataError
 CHECKSUMS = "SHA256SUMS"
 
 
-def write_checksums(directory: Path) -> None:
-    """Write SHA256SUMS, which holds a checksum for every file of a directory.
+def sha256(path: Path) -> str:
+    """The SHA-256 checksum of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    Raises:
-        OSError: SHA256SUMS cannot be written.
-    """
-    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != CHECKSUMS)
-    lines = [f"{sha256(path)}  {path.name}\n" for path in files]
+
+def write_checksums(directory: Path) -> None:
+    """Write SHA256SUMS, which holds a checksum for every file of a directory."""
+    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(directory.iterdir())]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -34,15 +35,7 @@ def check_checksums(directory: Path) -> None:
             if not (directory / name).is_file():
                 raise DataError(f"{directory / name} is missing", "export the model again")
             if sha256(directory / name) != checksum:
-                raise DataError(
-                    f"{directory / name} does not match its checksum",
-                    f"export the model again, or delete {CHECKSUMS} if the file was changed on purpose",
-                )
+                remedy = f"export the model again, or delete {CHECKSUMS} if the file was changed on purpose"
+                raise DataError(f"{directory / name} does not match its checksum", remedy)
     except (OSError, ValueError) as error:
         raise DataError(f"{record} cannot be checked ({error})", "export the model again") from error
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 checksum of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

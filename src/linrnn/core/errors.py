@@ -31,50 +31,7 @@ class LinrnnError(Exception):
             self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy, self.exit_code)  # pickle keeps all when another process raised it
-
-
-def first_line(error: BaseException) -> str:
-    """Of the error's message; the name of its class where that is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def described(error: BaseException) -> str:
-    """The error's class and the first line of its message, if it has one."""
-    kind, first = type(error).__name__, first_line(error)
-    return kind if first == kind else f"{kind}: {first}"
-
-
-def as_reason(error: BaseException) -> str:
-    """What a benchmark's row says of an error, in one line of at most 150 characters."""
-    reason = error.cause if isinstance(error, LinrnnError) else described(error)
-    return reason.strip().splitlines()[0][:150]  # where memory ran out, PyTorch goes on for 500 about this process
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out.
-
-    It may come from the allocator of the GPU, of the CPU, or of a library on the GPU. NumPy and PyTorch have other
-    words for a size beyond any memory; those count too.
-    """
-    words = (
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "DefaultCPUAllocator",
-        "out of memory",
-        "Storage size calculation overflowed",
-    )
-    too_large = ("Maximum allowed dimension exceeded", "array is too big", "Maximum allowed size exceeded")
-    return (
-        isinstance(error, MemoryError)
-        or any(kind.__module__ == "torch" and kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
-        or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
-        or (isinstance(error, ValueError) and any(word in str(error) for word in too_large))
-    )
-
-
-def accessed_illegally(error: BaseException) -> bool:
-    """Whether a GPU kernel accessed memory that is not its own. CUDA reports that at a later call."""
-    return "illegal memory access" in str(error)
+        return type(self).__new__, (type(self), *self.args), self.__dict__  # pickled when another process raised it
 
 
 class ConfigError(LinrnnError):
@@ -105,16 +62,6 @@ class SharedGpuFullError(LinrnnError):
     """Memory ran out on a GPU that other runs filled as well. This says nothing about the run's own needs."""
 
 
-def out_of_memory(cause: str, remedy: str) -> OutOfMemoryError | SharedGpuFullError:
-    """The error for memory that ran out: an answer about the run, unless other runs share its GPU."""
-    if gpu_is_shared():
-        return SharedGpuFullError(
-            f"{cause} (other runs share this GPU, so this is no answer about the run)",
-            "lower jobs and run the same sweep again, or leave share_gpus out",
-        )
-    return OutOfMemoryError(cause, remedy)
-
-
 class DivergedError(LinrnnError):
     """The loss or the gradient norm is no longer finite."""
 
@@ -127,25 +74,62 @@ class StorageError(LinrnnError):
     exit_code = 7
 
 
+class SweepFailure(LinrnnError):
+    """Points of a sweep, or a probe of a search, failed. The exit code is that of the points if all diverged."""
+
+    exit_code = 8
+
+
 class InterruptedRun(LinrnnError):
-    """A signal stopped the run after its current step; exit code 128 + signal (130 for Ctrl-C)."""
+    """A signal stopped the run after its current step. The exit code is 128 + the signal's number."""
 
     def __init__(self, cause: str, remedy: str, signal_number: int) -> None:
         super().__init__(cause, remedy, 128 + signal_number)
-        self.signal_number = signal_number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cause, self.remedy, self.signal_number)
 
 
 class RankFailedError(LinrnnError):
     """Another process of a distributed run failed. The exit code is that process's."""
 
 
-class SweepFailure(LinrnnError):
-    """Points of a sweep, or a probe of a search, failed.
+def first_line(error: BaseException) -> str:
+    """Of the error's message; the name of its class where that is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
-    The exit code is that of the points if all diverged.
-    """
 
-    exit_code = 8
+def described(error: BaseException) -> str:
+    """The error's class and the first line of its message, if it has one."""
+    kind, first = type(error).__name__, first_line(error)
+    return kind if first == kind else f"{kind}: {first}"
+
+
+def as_reason(error: BaseException) -> str:
+    """What a benchmark's row says of an error, in one line of at most 150 characters."""
+    reason = error.cause if isinstance(error, LinrnnError) else described(error)
+    return reason.strip().splitlines()[0][:150]  # where memory ran out, PyTorch goes on for 500 about this process
+
+
+OUT_OF_MEMORY = {
+    RuntimeError: ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator", "size calculation overflowed"),
+    ValueError: ("Maximum allowed dimension exceeded", "array is too big", "Maximum allowed size exceeded"),  # NumPy's
+    MemoryError: ("",),
+}
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of Python, NumPy or PyTorch says that memory ran out, or that no memory is so large."""
+    words = next((words for kind, words in OUT_OF_MEMORY.items() if isinstance(error, kind)), ())
+    said = f"{type(error)} {error}"  # torch.OutOfMemoryError says enough by its name
+    return "torch.OutOfMemoryError" in said or any(word in said for word in words)
+
+
+def out_of_memory(cause: str, remedy: str) -> OutOfMemoryError | SharedGpuFullError:
+    """The error for memory that ran out: an answer about the run, unless other runs share its GPU."""
+    if not gpu_is_shared():
+        return OutOfMemoryError(cause, remedy)
+    cause += " (other runs share this GPU, so this is no answer about the run)"
+    return SharedGpuFullError(cause, "lower jobs and run the same sweep again, or leave share_gpus out")
+
+
+def accessed_illegally(error: BaseException) -> bool:
+    """Whether a GPU kernel accessed memory that is not its own. CUDA reports that at a later call."""
+    return "illegal memory access" in str(error)

@@ -28,7 +28,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """As :func:`write_text`: write beside the file, flush, then rename. Of two processes the later one wins."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # hosts that share the disk share process ids
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(beside, "xb") as file:
             file.write(content)
@@ -51,7 +51,7 @@ def read_json(path: Path, remedy: str = "move the file away, or fetch it again")
         content = path.read_bytes()
         return json.loads((lzma.decompress(content) if path.suffix == ".xz" else content).decode())
     except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({_reason(error)})", remedy) from error
+        raise DataError(f"{path} cannot be read ({first_line(error)})", remedy) from error
 
 
 def read_object(path: Path, keys: tuple[str, ...] = (), remedy: str = "move the file away, or fetch it again") -> Any:
@@ -71,8 +71,7 @@ def read_object(path: Path, keys: tuple[str, ...] = (), remedy: str = "move the 
 def whole_lines(content: bytes) -> bytes:
     """A file's lines of JSON, without a last line that was cut off (by a kill or a full disk). Each line has its end.
 
-    A last line without its end is whole if it is JSON, because some editors leave the end out. A line that has its end
-    stays, whatever it holds: only the caller knows what belongs there.
+    A last line without its end is whole if it is JSON. A line that has its end stays, whatever it holds.
     """
     lines, end, last = content.rpartition(b"\n")
     try:
@@ -80,9 +79,3 @@ def whole_lines(content: bytes) -> bytes:
     except (ValueError, RecursionError):
         return lines + end
     return content + b"\n"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)

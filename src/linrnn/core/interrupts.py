@@ -16,52 +16,55 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-_STDOUT = 1
-
-
-def heeded() -> list[signal.Signals]:
-    """The :data:`SIGNALS` that end a run in this process. SIGHUP is left out where it is ignored already (`nohup`)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 def install(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Let `handler` answer the heeded signals. Returns the handlers of before, for :func:`restore`."""
-    return {number: signal.signal(number, handler) for number in heeded()}
+    """Let `handler` answer the :data:`SIGNALS`, except a SIGHUP that is ignored already (`nohup`).
+
+    Returns the handlers of before, for :func:`restore`.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    heeded = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+    return {number: signal.signal(number, handler) for number in heeded}
 
 
 def restore(previous: dict[signal.Signals, Any]) -> None:
-    """Put back the handlers of before.
-
-    Python cannot put back a handler that a library had installed before Python started (`LD_PRELOAD`, a profiler). It
-    knows this handler as None. The system's default takes its place.
-    """
+    """Put back the handlers of before; the system's default for one that was not set by Python."""
     for number, handler in previous.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def keep_from_llvm() -> None:
-    """Keep the :data:`SIGNALS` from LLVM, which compiles for Triton. It installs its own handlers once in a process.
+class StopRequest:
+    """A context in which the first of the :data:`SIGNALS` sets `signal_number` and does not kill the process.
 
-    Otherwise the first compilation takes away the handlers of before, and LLVM ignores SIGUSR1. Here LLVM installs its
-    handlers at once, and then those of before are put back. Later ones stay, too. Outside the main thread nothing
-    happens, because Python sets handlers there alone.
-
-    Source: `RegisterHandlers` and `InfoSigs` in llvm/lib/Support/Unix/Signals.inc.
+    Raises:
+        KeyboardInterrupt: a second signal came inside the context.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    try:
-        from triton._C.libtriton import ir  # Triton has no public function that runs a pass and leaves no file
-    except ImportError:  # nothing here compiles with it
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    context = ir.context()
-    ir.load_dialects(context)
-    ir.pass_manager(context).run(ir.builder(context).create_module(), "no passes")
-    for number, handler in before.items():
-        if handler is not None:  # None: a library's, which Python cannot put back; LLVM hands most signals on to it
-            signal.signal(number, handler)
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = install(self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._previous)
+
+    def renew(self) -> None:
+        """Take the signals back from LLVM. It installs handlers of its own, once, when Triton first compiles."""
+        if self._previous:
+            install(self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
+        self.signal_number = number
+        # print() would fail here: the signal may have interrupted a print, and its buffer refuses a second writer.
+        with contextlib.suppress(OSError):
+            os.write(1, b"stopping soon, with a checkpoint (again: at once, without one)\n")
 
 
 @contextlib.contextmanager
@@ -89,31 +92,3 @@ def _end_with_parent(connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end, daemon=True).start()
-
-
-class StopRequest:
-    """A context in which the first of the :data:`SIGNALS` sets `signal_number` and does not kill the process.
-
-    Raises:
-        KeyboardInterrupt: a second signal came inside the context.
-    """
-
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = install(self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore(self._previous)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_number is not None:
-            raise KeyboardInterrupt
-        self.signal_number = number
-        # print() would fail here: the signal may have interrupted a print, and its buffer refuses a second writer.
-        with contextlib.suppress(OSError):
-            os.write(_STDOUT, b"stopping soon, with a checkpoint (again: at once, without one)\n")

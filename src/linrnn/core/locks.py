@@ -1,57 +1,45 @@
-"""A lock on a directory: one process at a time may write there. Any process may test the lock without disturbing it."""
+"""A lock on a directory: one process at a time may write there."""
 
-import contextlib
-import fcntl
-import os
-import struct
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 SIGN = ".lock"
-_WRITE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock of Linux: the whole file
+PATIENCE = 1.0  # seconds that a taker waits: somebody may hold the lock for a moment, to ask whether it is taken
 
 
 class DirectoryLock:
     """An exclusive lock on a directory. The system releases it when the process ends, in whatever way it ends.
 
-    It is an open file description lock on the file `.lock` in the directory: two objects of one process exclude each
-    other, it works between the machines of a network file system, and the system tells whether it is taken without
-    taking it (Linux: man 2 fcntl, F_OFD_SETLK).
+    Two objects of one process exclude each other.
     """
 
     def __init__(self, directory: Path) -> None:
         self._sign = directory / SIGN
-        self._descriptor: int | None = None
+        self._lock = FileLock(self._sign, thread_local=False)
 
     def take(self) -> bool:
-        """Try to take the lock; return whether this object now has it. The directory must exist.
+        """Try to take the lock; return whether this object now has it.
 
         Raises:
             OSError: the file cannot be opened or written.
         """
-        with contextlib.ExitStack() as undo:
-            descriptor = os.open(self._sign, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask
-            undo.callback(os.close, descriptor)
-            try:
-                fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _WRITE)
-                if not os.path.samestat(os.fstat(descriptor), os.stat(self._sign)):
-                    return False  # an owner has removed the file, and somebody made another
-            except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: removed meanwhile
-                return False
-            undo.pop_all()
-        self._descriptor = descriptor
+        try:
+            self._lock.acquire(timeout=PATIENCE, poll_interval=0.01)
+        except Timeout:
+            return False
         return True
 
     def release(self) -> None:
         """Release the lock. Releasing twice is harmless."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        self._lock.release()
 
     def taken(self) -> bool:
-        """Whether any process, this one included, has the lock. Asking locks nothing."""
-        try:
-            with self._sign.open("rb") as sign:
-                found = fcntl.fcntl(sign, fcntl.F_OFD_GETLK, _WRITE)
-        except FileNotFoundError:
+        """Whether any process, this one included, has the lock."""
+        if not self._sign.exists():
             return False
-        return struct.unpack_from("h", found)[0] != fcntl.F_UNLCK
+        try:
+            with FileLock(self._sign, timeout=0):
+                return False
+        except Timeout:
+            return True

@@ -8,21 +8,23 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 GIB = 2**30
-NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 to say that there is no limit
 BEGAN = time.monotonic()  # every command imports this module at its start
 SHARED_GPU = "LINRNN_SHARED_GPU"  # environment variable: 1 if other runs compute on this process's GPU at the same time
 
 
 def size_in_words(n_bytes: float) -> str:
     """A size in the unit that reads best: 10.3 MiB, 1.85 GiB."""
-    units = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    unit, name = next((one for one in units if n_bytes >= one[0]), units[-1])
+    unit, name = next(((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB")) if n_bytes >= u), (2**10, "KiB"))
     number = n_bytes / unit
     return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f} {name}"
+
+
+def slug(device: str) -> str:
+    """A device's name as part of a file's name: NVIDIA H200 -> nvidia_h200."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def gpu_is_shared() -> bool:
@@ -33,19 +35,20 @@ def gpu_is_shared() -> bool:
     return os.environ.get(SHARED_GPU) == "1"
 
 
-def slug(device: str) -> str:
-    """A device's name as part of a file's name: NVIDIA H200 -> nvidia_h200."""
-    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-
-
 def seconds_since_start() -> float:
     """Seconds since this command imported its command line. Python had started less than a second before."""
     return time.monotonic() - BEGAN
 
 
+# ----------------------------------------------------------------------------------------------------------- cores
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def ranks_here() -> int:
+    """Processes of this run on this machine, as torchrun says; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _seconds_of_others() -> float:
@@ -74,10 +77,7 @@ def wait_asleep_if_busy() -> None:
 
 
 def busy_with_others(threads: int) -> str | None:
-    """A line if other processes take this machine's cores from the `threads` of this one; None: they do not.
-
-    The system's load is that of the last minute.
-    """
+    """A line if other processes take this machine's cores from the `threads` of this one , by the load of a minute."""
     load, there = os.getloadavg()[0], os.cpu_count() or 1
     if load < 1.2 * there or load < threads + 0.7:
         return None
@@ -86,26 +86,26 @@ def busy_with_others(threads: int) -> str | None:
     return f"busy machine: a load of {load:.0f} on {there} cores makes steps slow and uneven{remedy}"
 
 
-def ranks_here() -> int:
-    """Processes of this run on this machine, as torchrun says; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def cores_of_rank() -> int:
-    """Cores for this process, if the run's processes share the machine's cores evenly."""
-    return max(1, cores() // ranks_here())
-
-
+# -------------------------------------------------------------------------------------------------- memory and disk
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process and its children can still take without swapping.
 
     It is the smaller of two figures: the kernel's estimate (`MemAvailable`, which counts caches that can be dropped),
-    and what the limits of this process's cgroups leave. A container has less than its machine.
+    and what the limits of this process's cgroups (version 2) leave. A container has less than its machine.
 
     Args:
         root: where /proc and /sys are mounted.
     """
-    return min((size for size in (_of_machine(root), *_left_by_cgroups(root)) if size is not None), default=None)
+    if (available := _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")) is None:
+        return None
+    left = [available * 1024]
+    group = Path(_text(root / "proc/self/cgroup").rpartition("::/")[2].strip())
+    for directory in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
+        most, taken = (_number(directory / f"memory.{name}") for name in ("max", "current"))
+        if most is not None and taken is not None:  # "max" says that there is no limit
+            files = _number(directory / "memory.stat", r"^inactive_file (\d+)$")  # not read lately: can be dropped
+            left.append(max(0, most - taken + (files or 0)))
+    return min(left)
 
 
 def free_disk(path: Path) -> int:
@@ -116,37 +116,14 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def _of_machine(root: Path) -> int | None:
-    available = _number(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
-    return None if available is None else available * 1024
-
-
-def _left_by_cgroups(root: Path) -> Iterator[int | None]:
-    """Bytes that each memory limit leaves, from this process's cgroups up to their roots (cgroup versions 1 and 2)."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, place = line.split(":", 2)
-            group = Path(place.lstrip("/"))
-            for part in (group, *group.parents):
-                if controllers == "":
-                    yield _left(root / "sys/fs/cgroup" / part, "memory.max", "memory.current", "inactive_file")
-                elif "memory" in controllers.split(","):
-                    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                    yield _left(root / "sys/fs/cgroup/memory" / part, *names)
-
-
-def _left(directory: Path, limit: str, used: str, inactive: str) -> int | None:
-    """The limit minus the use. File pages that were not read lately can be dropped, so they do not count as used."""
-    most, taken = _number(directory / limit), _number(directory / used)
-    if most is None or taken is None or most >= NO_LIMIT:  # version 2 writes "max" for no limit
-        return None
-    return max(0, most - taken + (_number(directory / "memory.stat", rf"^{inactive} (\d+)$") or 0))
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _number(file: Path, pattern: str = r"(\d+)") -> int | None:
     """The first number in a file that matches; None if there is none."""
-    try:
-        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
+    found = re.search(pattern, _text(file), re.MULTILINE)
     return int(found[1]) if found else None

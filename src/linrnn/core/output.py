@@ -15,9 +15,8 @@ _SCRIPT = re.compile(r"(?:(?:\S*/)?python[\d.]* )?(?:scripts/(\w+)|\b(train))\.p
 def open_streams() -> None:
     """Make the standard streams safe to print to.
 
-    A stream that the caller closed (`>&-`) is opened on /dev/null. Otherwise the next opened file would take its
-    number, and what libraries print would land in that file. Characters that the terminal's encoding lacks are printed
-    as escapes (`\\xe9`).
+    A stream that the caller closed (`>&-`) is opened on /dev/null, or what libraries print would land in the next
+    opened file. Characters that the terminal's encoding lacks are printed as escapes (`\\xe9`).
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

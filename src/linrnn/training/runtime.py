@@ -10,7 +10,6 @@ import torch
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.core.interrupts import keep_from_llvm
 from linrnn.models import tuning
 
 
@@ -28,8 +27,6 @@ def synchronize(device: torch.device) -> None:
 def resolve_device(name: str) -> torch.device:
     """The device of this name. `auto` is the GPU if there is one, else the CPU.
 
-    Every command asks here before it compiles a kernel for a GPU. So this is where signals are kept from the compiler.
-
     Raises:
         UnsupportedError: `cuda` was asked for, and PyTorch sees no GPU.
     """
@@ -41,7 +38,6 @@ def resolve_device(name: str) -> torch.device:
             f"device=cuda: PyTorch {torch.__version__} ({build}) sees no GPU",
             "use device=cpu, or install a CUDA build of PyTorch and check nvidia-smi",
         )
-    keep_from_llvm()
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -329,6 +329,7 @@ class Trainer:
                 self.log.compiled = counter.report()
                 self.log.line(in_words(self.log.compiled))
         synchronize(self.device)
+        self.stop.renew()
         took, since = time.monotonic() - began, seconds_since_start()
         self.seconds_to["first_step"] = since
         self.log.record_first_step(self.seconds_to)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
-from linrnn.core.machine import cores_of_rank
+from linrnn.core.machine import cores, ranks_here
 from linrnn.data import Batch, BatchLoader
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
@@ -57,7 +57,7 @@ def compile_kernels(
     """
     ended = False
     try:
-        with tuning.compile_ahead(cores_of_rank()):
+        with tuning.compile_ahead(max(1, cores() // ranks_here())):
             rehearsal()
             synchronize(device)
         loss()
