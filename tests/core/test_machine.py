@@ -1,6 +1,5 @@
 """Expected memory and disk are compared with what the machine has, before anything is built or written."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,8 @@ from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import LossConfig
 from linrnn.core import machine
-from linrnn.core.errors import OutOfMemoryError, StorageError, UnsupportedError
+from linrnn.core.errors import OutOfMemoryError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory
-from linrnn.data import prepare
 from linrnn.models import architecture, build_model, open_pretrained
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import FACTS, ModelFacts
@@ -119,23 +117,6 @@ def test_a_model_whose_weights_cannot_be_held_is_not_built_to_read_with(monkeypa
     has(monkeypatch, 2)
     with pytest.raises(UnsupportedError, match=r"parameters need \d"):
         plan_module.check_reading_fits(arch, torch.device("cpu"))
-
-
-# ------------------------------------------------------------------------------------------------------------ disk
-def test_more_tokens_than_the_disk_holds_are_refused_before_the_first(tmp_path):
-    cache = tmp_path / "cache"
-    config = load_config(["data=markov", f"data.cache_dir={cache}"]).data
-    with pytest.raises(StorageError, match="GiB are free there"):
-        prepare(replace(config, n_tokens=10**30))
-    assert not [path for path in cache.iterdir() if path.is_dir()]
-
-
-def test_text_is_compared_with_the_disk(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("words and more words\n\n" * 1000, encoding="utf-8")
-    text = load_config(["data=text", f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]).data
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(StorageError, match="tokenised, needs"):
-        prepare(replace(text, tokenizer_vocab_size=257))
 
 
 # --------------------------------------------------------------------------------------------- unknown is unknown

@@ -34,7 +34,7 @@ def lines(name: str, count: int = 5) -> bytes:
 def texts_in(tmp_path: Path, suffix: str, content: bytes) -> list[str]:
     path = tmp_path / f"d.jsonl{suffix}"
     path.write_bytes(content)
-    return [document.text for document in read_documents([path], "text")]
+    return list(read_documents([path], "text"))
 
 
 BOTH = [f"{name}{i}" for name in "ab" for i in range(5)]

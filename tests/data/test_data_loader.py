@@ -14,7 +14,6 @@ from linrnn.core.errors import DataError
 from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet
 from linrnn.data import batches as batches_module
 from linrnn.data.batches import cycle_of
-from linrnn.data.shards import Mixture
 from linrnn.distributed import DistributedRanks, Ranks
 from linrnn.training.evaluation import _without_labels
 
@@ -80,7 +79,7 @@ def mixture(shards: ShardSet, tmp_path_factory: pytest.TempPathFactory) -> Shard
     """70 % of `shards`, and 30 % of a smaller source, whose tokens go on counting."""
     other = np.split(np.arange(shards.n_tokens, shards.n_tokens + 330), [7, 150, 151])
     small = shard_set(tmp_path_factory.mktemp("mixture") / "set", other, vocab_size=2000)
-    return Mixture(["large", "small"], [shards, small], [7, 3])
+    return ShardSet.mixture(["large", "small"], [shards, small], [7, 3])
 
 
 @pytest.fixture
@@ -222,7 +221,7 @@ def test_at_every_row_each_source_has_its_share(weights):
         assert np.abs(lag).max() < 1
 
 
-def test_each_source_of_a_mixture_has_epochs_of_its_own(mixture):
+def test_each_source_of_a_mixture_has_epochs_of_its_own(mixture, shards):
     large, small = mixture.parts
     loader = BatchLoader(mixture, seq_len=16, batch_size=10, seed=1)
     starts = [row[0] for row in rows(take(loader, 14))]
@@ -232,7 +231,7 @@ def test_each_source_of_a_mixture_has_epochs_of_its_own(mixture):
     first, second = of_small[:n_small], of_small[n_small : 2 * n_small]
     assert sorted(first) == sorted(second) == list(range(small.start, small.start + 16 * n_small, 16))
     assert first != second
-    alone = BatchLoader(mixture._sets[0], seq_len=16, batch_size=1, seed=1)  # type: ignore[attr-defined]
+    alone = BatchLoader(shards, seq_len=16, batch_size=1, seed=1)
     assert [start for start in starts if start < small.start] == [row[0] for row in rows(take(alone, 98))]
     assert loader.remark(140) == f"140 sequences are {98 / n_large:.2f} epochs of large, 2.10 epochs of small"
 

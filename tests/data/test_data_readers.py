@@ -18,7 +18,7 @@ PARTS = ["\n \n one\ntwo\n\n\n", "three\r\n\t\r\n", "four\n\n", "five"]
 
 
 def texts_of(path: Path, separator: str | None = None) -> list[str]:
-    return [document.text for document in read_documents([path], "text", separator)]
+    return list(read_documents([path], "text", separator))
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -36,11 +36,7 @@ def test_rows_give_every_text_in_order(tmp_path, name):
         write_jsonl(path, expected)
     if name.endswith("XZ"):
         path.write_bytes(lzma.compress(path.read_bytes()))
-    documents = list(read_documents([path], "text"))
-    fractions = [document.fraction for document in documents]
-    assert [document.text for document in documents] == expected
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1
+    assert list(read_documents([path], "text")) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ def test_a_directory_gives_its_data_files_sorted_and_counts_what_it_leaves_out(t
     make(tmp_path, *reversed(rows), ".hidden/d.txt", "sub/.e.jsonl", "sub/.f", "README.md", "x.json")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "gone.jsonl").symlink_to("nowhere")
-    left_out = {"2 hidden", "1 hidden folders", "1 .md", "1 .json", "1 empty", "1 broken links"}
+    left_out = {"1 .md", "1 .json", "1 empty", "1 broken links or special files"}
     assert found_in(tmp_path, "") == (rows, left_out)
     assert found_in(tmp_path, "**/*.txt*")[0] == ["b.txt", "k.TXT", "sub/c.txt.xz"][::2]
 
@@ -142,7 +138,7 @@ def test_a_directory_of_text_files_gives_all_of_them(tmp_path):
     (tmp_path / "sub/__init__.py").touch()
     files, left_out = found_in(tmp_path, "")
     assert files == ["LICENSE", "a.md", "b.py", "d.md.gz", "h.md", "sub/c.rst"]
-    assert left_out == {"1 .png", "1 .tar.gz", "1 empty"}
+    assert left_out == {"1 .png", "1 .gz", "1 empty"}
 
 
 def test_folders_and_files_behind_links_are_read_once(tmp_path):
@@ -153,7 +149,9 @@ def test_folders_and_files_behind_links_are_read_once(tmp_path):
         (tmp_path / "data" / name).symlink_to(target)
     files, left_out = found_in(tmp_path, "data")
     assert files == ["data/a.jsonl", "data/again/c.jsonl", "data/deep/b.jsonl", "data/e.jsonl"]
-    assert left_out == {"1 broken links", "1 named twice"}
+    assert left_out == {"1 broken links or special files"}
+    for loop in ("loop", "deep/up", "deep/other"):
+        (tmp_path / "data" / loop).unlink()
     assert len(found_in(tmp_path, "data/**/*.jsonl")[0]) == 4
 
 
@@ -163,7 +161,7 @@ def test_folders_and_files_behind_links_are_read_once(tmp_path):
         (["part*"], ["part1/a.jsonl", "part2/b.jsonl", "part2/sub/c.jsonl"], ""),
         (["*"], ["d.jsonl", "part1/a.jsonl", "part2/b.jsonl", "part2/sub/c.jsonl"], "1 .png"),
         (["part2/", "d.jsonl"], ["part2/b.jsonl", "part2/sub/c.jsonl", "d.jsonl"], ""),
-        (["d.jsonl", "d.jsonl", "*.jsonl"], ["d.jsonl"], "2 named twice"),
+        (["d.jsonl", "d.jsonl", "*.jsonl"], ["d.jsonl"], ""),
         (["part1/../d.jsonl"], ["part1/../d.jsonl"], ""),
         (["part2/n.json"], ["part2/n.json"], ""),
     ],

@@ -92,7 +92,7 @@ def bytes_of_document(data: PreparedData, start: int, end: int, without_first: b
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_pass_over_any_part_counts_its_labels_bytes(data, reset):
-    token_bytes = data.token_bytes(data.valid, None, pytest.fail)
+    token_bytes = data.token_bytes(data.valid, pytest.fail)
     assert len(data.valid.shards) > 2
     compared, known = 0, Known()
     for max_tokens in (*range(1, 150), *range(150, data.valid.n_tokens, 61), data.valid.n_tokens - 1):
@@ -109,7 +109,7 @@ def test_a_pass_over_any_part_counts_its_labels_bytes(data, reset):
 
 def test_all_tokens_stand_for_all_of_the_text(data):
     assert data.tokenizer is not None
-    token_bytes = data.token_bytes(data.valid, None, pytest.fail)
+    token_bytes = data.token_bytes(data.valid, pytest.fail)
     assert token_bytes is not None
     texts = ["", "a", " a", "\n\ta", "naïve 東京 🙂", *TEXTS[:20]]
     for text, ids in zip(texts, data.tokenizer.encode_batch(texts), strict=True):
@@ -133,7 +133,7 @@ class Uniform(torch.nn.Module):
 
 def test_bits_per_byte_are_of_the_labels_that_were_read(data):
     """A uniform model spends log2 V bits on each label. The part has other bytes per token than the split."""
-    token_bytes = data.token_bytes(data.valid, 100, pytest.fail)
+    token_bytes = data.token_bytes(data.valid, pytest.fail)
     batches = BatchesOnce(data.valid, 16, 2, 100, token_bytes=token_bytes)
     found = evaluated(batches, data.vocab_size)
     n_bytes = bytes_of_labels(data, 100, reset=False, known={})
@@ -151,10 +151,10 @@ def evaluated(batches: Any, vocab_size: int) -> float | None:
 
 def test_labels_that_stand_for_no_text_have_no_bits_per_byte(tmp_path):
     data = prepare(markov_config(tmp_path / "cache"))
-    assert data.token_bytes(data.valid, None, pytest.fail) is None
+    assert data.token_bytes(data.valid, pytest.fail) is None
     assert evaluated(BatchesOnce(data.valid, 16, 2, 100), data.vocab_size) is None
     text = prepared(["a", "a"], byte_level(tmp_path / "tokenizer.json"), tmp_path)
-    token_bytes = text.token_bytes(text.valid, None, pytest.fail)
+    token_bytes = text.token_bytes(text.valid, pytest.fail)
     only_an_end = BatchesOnce(text.valid, 1, 1, 1, token_bytes=token_bytes)
     assert evaluated(only_an_end, text.vocab_size) is None
 
@@ -187,14 +187,14 @@ def test_what_a_tokenizer_does_not_give_back_is_said_and_not_estimated(kind, tmp
     path, text = misspelling(kind, tmp_path / "tokenizer.json")
     said: list[str] = []
     data = prepared([*TEXTS, text], path, tmp_path)
-    assert data.token_bytes(data.valid, None, said.append) is None
+    assert data.token_bytes(data.valid, said.append) is None
     assert "no bits per byte" in said[0]
     assert str(path) in said[0]
     assert "data.tokenizer=" in said[1]
     if kind != "words":
         assert f"its text has {data.valid.n_bytes:,}" in said[0]
         without = prepared(TEXTS, path, tmp_path)
-        assert without.token_bytes(without.valid, None, pytest.fail) is not None
+        assert without.token_bytes(without.valid, pytest.fail) is not None
 
 
 def test_tokens_added_to_a_vocabulary_stand_for_what_they_say(tmp_path):

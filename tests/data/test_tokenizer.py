@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from data_helpers import sentences, shared_data, write_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from linrnn.core.errors import DataError
@@ -150,17 +150,6 @@ def test_text_without_a_token_is_an_error_that_names_the_tokenizer(make, tmp_pat
     assert "unk_token" in error.value.remedy
 
 
-@pytest.mark.parametrize("missing", ["", "©", "all"])
-def test_a_tokenizer_that_may_lose_characters_is_known(missing):
-    bpe = HfTokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = [] if missing == "all" else sorted({*pre_tokenizers.ByteLevel.alphabet()} - {missing})
-    bpe.train_from_iterator(["a tea"], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
-    assert Tokenizer(bpe.to_str(), "bytes").keeps_every_character() == (not missing)
-    bpe.normalizer = normalizers.StripAccents()
-    assert not Tokenizer(bpe.to_str(), "accents").keeps_every_character()
-
-
 def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json")
     content = json.loads(path.read_text())
@@ -211,4 +200,3 @@ def test_published_tokenizers_keep_text_whole(file, vocab_size, eos_id):
     texts = sentences(20)
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (vocab_size, eos_id)
-    assert tokenizer.keeps_every_character()

@@ -18,9 +18,9 @@ def prepare_data(config: Config) -> None:
     """Tokenise data once, or check prepared data."""
     if config.dry_run:
         raise ConfigError("dry_run: this command prepares or checks data, it has no forecast", "drop dry_run=true")
-    from linrnn.data import ConsoleProgress, prepare
+    from linrnn.data import prepare
 
-    data = prepare(config.data, progress=ConsoleProgress())
+    data = prepare(config.data)
     data.verify()
     print(data.description)
     for name, split in (("training", data.train), ("validation", data.valid)):

@@ -83,7 +83,7 @@ def _evaluate_loss(config: EvaluateConfig) -> dict[str, Any]:
                 batch_size=trainer.batch_size,
                 max_tokens=config.max_tokens,
                 reset_at_document=here.data.reset_at_document,
-                token_bytes=data.token_bytes(shards, config.max_tokens, print),
+                token_bytes=data.token_bytes(shards, print),
             ),
             precision=plan.precision,
             device=plan.device,

@@ -2,16 +2,13 @@
 
 from linrnn.data.batches import Batch, BatchesOnce, BatchLoader, check_validation
 from linrnn.data.prepare import PreparedData, prepare, vocabulary_size
-from linrnn.data.progress import ConsoleProgress, Progress
 from linrnn.data.shards import ShardSet
 
 __all__ = [
     "Batch",
     "BatchLoader",
     "BatchesOnce",
-    "ConsoleProgress",
     "PreparedData",
-    "Progress",
     "ShardSet",
     "check_validation",
     "prepare",

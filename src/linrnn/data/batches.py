@@ -14,8 +14,9 @@ its share most. Each source has its own epochs, so a small one begins again whil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import lcm
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,17 +151,12 @@ class BatchLoader:
 
     def go_on_after(self, state: dict[str, Any]) -> bool:
         """Start after the rows that another run has taken, if its order is the same. Return whether it is."""
-        same = all(state.get(key) == here for key, here in self._identity().items())
-        if same:
-            self._rows_done = state["rows"]
+        same = state.items() >= self._identity().items()
+        self._rows_done = state["rows"] if same else self._rows_done
         return same
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._shards.fingerprint,
-            "seq_len": self._seq_len,
-            "seed": self._seed,
-        }
+        return {"fingerprint": self._shards.fingerprint, "seq_len": self._seq_len, "seed": self._seed}
 
     def _starts(self, rows: np.ndarray) -> np.ndarray:
         """The first token of each row, of ascending numbers."""
@@ -291,38 +287,23 @@ class BatchesOnce(Sequence[Batch]):
     ) -> None:
         check_validation(shards)
         total = sum(part.weight for part in shards.parts)
-        self._firsts: list[int] = []
-        self._stops: list[int] = []
-        rows: list[int] = []
+        starts, stops = [], []  # of all rows
         for part in shards.parts:
             most = part.n_tokens if max_tokens is None else int(max_tokens * (part.weight / total)) + 1
-            self._firsts.append(part.start)
-            self._stops.append(part.start + min(part.n_tokens, most))
-            rows.append(-(-(self._stops[-1] - part.start - 1) // seq_len))
-        self._row_ends = np.cumsum(rows)
-        self._shards, self._seq_len, self._batch_size = shards, seq_len, batch_size
-        self._reset, self._token_bytes = reset_at_document, token_bytes
+            stop = part.start + min(part.n_tokens, most)
+            starts.append(np.arange(part.start, stop - 1, seq_len))
+            stops.append(np.full(len(starts[-1]), stop))
+        padding = (0, -sum(map(len, starts)) % batch_size)
+        self._starts = np.pad(np.concatenate(starts), padding, constant_values=shards.n_tokens)
+        self._stops = np.pad(np.concatenate(stops), padding)
+        self._batch_size = batch_size
+        self._batch = partial(
+            make_batch, shards, seq_len=seq_len, reset_at_document=reset_at_document, token_bytes=token_bytes
+        )
 
     def __len__(self) -> int:
-        return -(-int(self._row_ends[-1]) // self._batch_size)
+        return len(self._starts) // self._batch_size
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        rows = range(len(self))[index] * self._batch_size + np.arange(self._batch_size)
-        parts = np.searchsorted(self._row_ends[:-1], rows, side="right")
-        rows -= np.concatenate([[0], self._row_ends[:-1]])[parts]
-        return make_batch(
-            self._shards,
-            np.array(self._firsts)[parts] + rows * self._seq_len,
-            self._seq_len,
-            stop=np.array(self._stops)[parts],
-            reset_at_document=self._reset,
-            token_bytes=self._token_bytes,
-        )
+    def __getitem__(self, index: Any) -> Any:
+        rows = slice((first := range(len(self))[index] * self._batch_size), first + self._batch_size)
+        return self._batch(self._starts[rows], stop=self._stops[rows])

@@ -20,9 +20,8 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -40,62 +39,51 @@ DECOMPRESSORS: dict[str, Callable[[], Any]] = {
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
-class Document(NamedTuple):
-    """One document, and the share of the source that has been read with it (0 to 1, None if unknown)."""
-
-    text: str
-    fraction: float | None
-
-
 # ------------------------------------------------------------------------------------------------ which files
 def find_files(paths: str | list[str], key: str, say: Callable[[str], None] = lambda line: None) -> list[Path]:
     """The data files that one or several paths name: files, folders (searched to any depth, through links) or globs.
 
     A folder's files are sorted. If there are .jsonl or .parquet files, they and .txt files are its data; if there are
-    none, all its text files are. Hidden, empty and other files of folders and globs are left out, and no file comes
-    twice.
+    none, all its text files are. Hidden files are left out, and no file comes twice.
 
     Args:
         key: the configuration key of the paths, for messages.
-        say: told in one line what was left out, if anything was.
+        say: told in one line what else was left out, if anything was.
 
     Raises:
         DataError: there is no data file, or one that is named is empty or cannot be read twice.
     """
     left_out: Counter[str] = Counter()
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     several = [paths] if isinstance(paths, str) else paths
     for pattern in several:
         path = Path(pattern).expanduser()
-        matches = [path] if os.path.exists(path) else _matching(path)
+        named = os.path.exists(path)
+        matches = [path] if named else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:
-            remedy = f"give a file, folder or glob in {key}, or a list of them"
-            raise DataError(f"{key}={pattern} does not exist", remedy)
+            raise DataError(
+                f"{key}={pattern} does not exist", f"give a file, folder or glob in {key}, or a list of them"
+            )
         here: list[Path] = []
         for match in matches:
             if match.is_dir():
                 here += _in_folder(match, left_out)
-            elif match is path or _fits(match, left_out):
+            elif named or _fits(match, left_out):
                 here.append(match)
         if not here:
             counted = f" ({_counted(left_out)} left out)" if left_out else ""
             remedy = f"put text, .jsonl or .parquet files there, or name the files in {key}"
             raise DataError(f"{key}={pattern} holds no data files{counted}", remedy)
-        found += here
-    once: dict[Path, Path] = {}
-    for file in found:
-        once.setdefault(file.resolve(), file)
-    files = list(once.values())
-    if len(files) < len(found):
-        left_out["named twice"] = len(found) - len(files)
-    for file in files:
+        for file in here:
+            found.setdefault(file.resolve(), file)
+    for file in found.values():
         if not file.is_file():
             raise DataError(f"{file} is no file that can be read twice", "save it to disk first")
         if file.stat().st_size == 0:
             raise DataError(f"{file} is empty", f"remove it from {key} or fetch it again")
     if left_out:
         say(f"left out of {', '.join(several)}: {_counted(left_out)}")
-    return files
+    return list(found.values())
 
 
 def is_text(file: Path) -> bool:
@@ -109,66 +97,45 @@ def _suffix(file: Path) -> str:
     return Path(name.stem).suffix if name.suffix in DECOMPRESSORS else name.suffix
 
 
-def _matching(pattern: Path) -> list[Path]:
-    """The files and folders that a glob matches, sorted. `**` passes through links, and into each folder once."""
-    if "**" not in pattern.parts:
-        return sorted(map(Path, glob.glob(str(pattern))))
-    at = pattern.parts.index("**")
-    roots = [root for root in _matching(Path(*pattern.parts[:at])) if root.is_dir()]
-    folders = [place for root in roots for place, _ in _walk(root, Counter())]
-    return sorted({m for f in folders for m in _matching(Path(glob.escape(str(f)), *pattern.parts[at + 1 :]))})
-
-
-def _walk(folder: Path, left_out: Counter[str]) -> Iterator[tuple[Path, list[str]]]:
-    """A folder and those below it, also through links, each once, with the names of its files."""
+def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
+    """The data files of a folder, sorted; what is left out is counted in `left_out`."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read ({error.strerror})", "make it readable, or name other files")
 
+    files: list[Path] = []
     read: set[Path] = set()
     for place, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         if (real := Path(place).resolve()) in read:  # a link leads to a folder above, or a second one to the same
             folders.clear()
             continue
         read.add(real)
-        hidden = [name for name in folders if name.startswith(".")]
-        if hidden:
-            left_out["hidden folders"] += len(hidden)
-        folders[:] = sorted(set(folders) - set(hidden))
-        yield Path(place), names
-
-
-def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
-    """The data files of a folder, sorted; what is left out is counted in `left_out`."""
-    everything = (place / name for place, names in _walk(folder, left_out) for name in names)
-    files = [file for file in everything if _fits(file, left_out)]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [file for name in names if _fits(file := Path(place, name), left_out)]
     if not all(map(is_text, files)):
-        beside_rows = {file for file in files if is_text(file) and _suffix(file) != ".txt"}
-        left_out.update(map(_ending, beside_rows))
-        files = [file for file in files if file not in beside_rows]
+        beside_rows = [file for file in files if is_text(file) and _suffix(file) != ".txt"]
+        left_out.update(file.suffix or "no ending" for file in beside_rows)
+        files = sorted({*files} - {*beside_rows})
     return sorted(files)
 
 
 def _fits(file: Path, left_out: Counter[str]) -> bool:
-    """Whether a file of a folder or glob is data. Else it is counted by the reason, a noun in plural."""
+    """Whether a file of a folder or glob is data. Else it is counted, unless it is hidden."""
     if file.name.startswith("."):
-        why = "hidden"
-    elif not file.is_file():
-        why = "broken links" if file.is_symlink() else "special files"
-    elif file.stat().st_size == 0:
-        why = "empty"
+        return False
+    if not file.is_file() or file.stat().st_size == 0:
+        left_out["empty" if file.is_file() else "broken links or special files"] += 1
     elif _suffix(file) == ".json" or (is_text(file) and _suffix(file) != ".txt" and not _begins_as_text(file)):
-        why = _ending(file)
+        left_out[file.suffix or "no ending"] += 1
     else:
         return True
-    left_out[why] += 1
     return False
 
 
 def _begins_as_text(file: Path) -> bool:
     """Whether a file begins as UTF-8 without a zero byte."""
     try:
-        with open_file(file) as (content, _):
+        with open_file(file) as content:
             start = content.read(1 << 12)
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except (UnicodeDecodeError, *DAMAGE):
@@ -176,19 +143,12 @@ def _begins_as_text(file: Path) -> bool:
     return b"\0" not in start
 
 
-def _ending(file: Path) -> str:
-    return "".join(file.suffixes[-2:] if file.suffix.lower() in DECOMPRESSORS else file.suffixes[-1:]) or "no ending"
-
-
 def _counted(left_out: Counter[str]) -> str:
-    """Such as `3 .png, 1 hidden`; beyond six kinds, the rest in one number."""
-    most = left_out.most_common(6)
-    rest = left_out.total() - sum(n for _, n in most)
-    return ", ".join([f"{n:,} {what}" for what, n in most] + [f"{rest:,} of other kinds"] * bool(rest))
+    return ", ".join(f"{n:,} {what}" for what, n in left_out.most_common())
 
 
 # ------------------------------------------------------------------------------------------- their documents
-def read_documents(files: list[Path], text_field: str, separator: str | None = None) -> Iterator[Document]:
+def read_documents(files: list[Path], text_field: str, separator: str | None = None) -> Iterator[str]:
     """The documents of all files, in order.
 
     Args:
@@ -199,13 +159,8 @@ def read_documents(files: list[Path], text_field: str, separator: str | None = N
         DataError: a file is corrupt, not UTF-8, not of its format, or lacks `text_field`. The error names the line or
             row.
     """
-    sizes = [file.stat().st_size for file in files]
-    total, done = sum(sizes), 0
-    for file, size in zip(files, sizes, strict=True):
-        documents = _read_text(file, separator) if is_text(file) else ROWS[_suffix(file)](file, text_field)
-        for text, position in documents:
-            yield Document(text, (done + position) / total)
-        done += size
+    for file in files:
+        yield from _read_text(file, separator) if is_text(file) else ROWS[_suffix(file)](file, text_field)
 
 
 def cut_place(text: str, near: int, window: int) -> int:
@@ -214,25 +169,22 @@ def cut_place(text: str, near: int, window: int) -> int:
     return next((place for place in places if place), near)
 
 
-# Each reader yields a document's text and the bytes of the file read so far.
-def _read_text(path: Path, separator: str | None) -> Iterator[tuple[str, int]]:
-    held, position, after_blank = "", 0, False
-    for _, line, position in _read_lines(path):
+def _read_text(path: Path, separator: str | None) -> Iterator[str]:
+    held, after_blank = "", False
+    for _, line in _read_lines(path):
         whole: list[str] = []
         if separator == BLANK_LINE:
-            blank = not line.strip()
-            if after_blank and not blank and held.strip():
+            if after_blank and line.strip() and held.strip():
                 whole, held = [held], ""
-            after_blank = blank
-        unseen = max(0, len(held) - len(separator or "") + 1)
+            after_blank = not line.strip()
         held += line
-        if separator not in (None, BLANK_LINE) and held.find(separator, unseen) >= 0:
+        if separator not in (None, BLANK_LINE) and held.find(separator, -len(line) - len(separator)) >= 0:
             *whole, held = held.split(separator)
         *more, held = _pieces(held)
         pieces = [*(piece for document in whole for piece in _pieces(document)), *more]
-        yield from ((text, position) for text in pieces if text.strip())
+        yield from (piece for piece in pieces if piece.strip())
     if held.strip():
-        yield held, position
+        yield held
 
 
 def _pieces(text: str) -> list[str]:
@@ -245,8 +197,8 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _read_lines_of_json(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
-    for number, line, position in _read_lines(path):
+def _read_lines_of_json(path: Path, text_field: str) -> Iterator[str]:
+    for number, line in _read_lines(path):
         if not line.strip():
             continue
         where, remedy = f"{path}, line {number}", 'each line must be an object like {"text": "…"} (jq -c .[] writes so)'
@@ -256,21 +208,20 @@ def _read_lines_of_json(path: Path, text_field: str) -> Iterator[tuple[str, int]
             raise DataError(f"{where}: not JSON: {first_line(error)}", remedy) from None
         if not isinstance(record, dict):
             raise DataError(f"{where}: not a JSON object", remedy)
-        yield text_of(record, text_field, where), position
+        yield text_of(record, text_field, where)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[str, int]]:
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names, size, row = file.schema_arrow.names, path.stat().st_size, 0
-            columns = [text_field] if text_field in names else names
-            for batch in file.iter_batches(columns=columns):
+            names, row = file.schema_arrow.names, 0
+            for batch in file.iter_batches(columns=[text_field] if text_field in names else names):
                 for record in batch.to_pylist():
                     row += 1
-                    yield text_of(record, text_field, f"{path}, row {row}"), size * row // file.metadata.num_rows
+                    yield text_of(record, text_field, f"{path}, row {row}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not an intact parquet file: {error}", "unpack it or fetch it again") from None
 
@@ -297,13 +248,13 @@ def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
     return text
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
-    """For each line: its number (from 1), its text with the line end, and the bytes of the file read so far."""
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers, from 1, and their line ends."""
     number = 0
     try:
-        with open_file(path) as (content, raw):
+        with open_file(path) as content:
             for number, line in enumerate(content, start=1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8"), raw.tell()
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         remedy = f"convert it to UTF-8; the name of a compressed file ends with {', '.join(DECOMPRESSORS)}"
         raise DataError(f"{path}, line {number}: not UTF-8: {error}", remedy) from None
@@ -313,39 +264,25 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str, int]]:
 
 
 # ------------------------------------------------------------------------------------------ compressed or not
-@contextmanager
-def open_file(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file's content, decompressed if its name says that it is compressed, and the file itself.
-
-    Raises:
-        DAMAGE: one of these errors, while reading.
-    """
+def open_file(path: Path) -> BinaryIO:
+    """A file's content, decompressed if its name says that it is compressed. Reading may raise one of `DAMAGE`."""
+    raw = open(path, "rb")  # noqa: SIM115  closed by whoever reads it
     new = DECOMPRESSORS.get(path.suffix.lower())
-    with open(path, "rb") as raw:
-        yield (io.BufferedReader(_Decompressed(raw, new), 1 << 20) if new else raw), raw
-
-
-def read_bytes(path: Path) -> bytes:
-    """All of a file's content, decompressed if its name says that it is compressed.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        with open_file(path) as (content, _):
-            return content.read()
-    except DAMAGE as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}", "fetch the file again") from None
+    return io.BufferedReader(_Decompressed(raw, new), 1 << 20) if new else raw
 
 
 class _Decompressed(io.RawIOBase):
     """All streams of a compressed file, one after another. The libraries' own readers pass over what is damaged."""
 
     def __init__(self, raw: BinaryIO, new: Callable[[], Any]) -> None:
-        self._pieces, self._ready = _decompressed(raw, new), memoryview(b"")
+        self._raw, self._pieces, self._ready = raw, _decompressed(raw, new), memoryview(b"")
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linrnn.core.errors import DataError, first_line
-from linrnn.data.readers import DECOMPRESSORS, read_bytes
+from linrnn.data.readers import DAMAGE, DECOMPRESSORS, open_file
 
 FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -117,21 +117,13 @@ class Tokenizer:
         """The text of token ids, special tokens included."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def keeps_every_character(self) -> bool:
-        """Whether there is a token for each byte, and no normalizer that takes characters away before."""
-        content = json.loads(self.json)
-        takes_away = {"Strip", "StripAccents", "BertNormalizer", "Nmt", "Precompiled"}
-        bytelevel = "ByteLevel" in _types(content.get("decoder"))
-        every = pre_tokenizers.ByteLevel.alphabet() if bytelevel else [f"<0x{byte:02X}>" for byte in range(256)]
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        return takes_away.isdisjoint(_types(content.get("normalizer"))) and vocabulary.keys() >= set(every)
-
     def token_bytes(self) -> TokenBytes | None:
         """The bytes of each token, or None if the tokenizer is neither byte-level nor has byte fallback.
 
         The counts hold only if decoding gives back the text as it was. A tokenizer with a normalizer changes the text.
         """
-        decoders = set(_types(json.loads(self.json).get("decoder")))
+        decoder = json.loads(self.json).get("decoder") or {"type": None}
+        decoders = {decoder["type"], *(part["type"] for part in decoder.get("decoders", ()))}
         if decoders.isdisjoint(("ByteLevel", "ByteFallback")):
             return None
         of_ids = np.zeros(self.vocab_size, np.int64)
@@ -153,14 +145,6 @@ class Tokenizer:
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings["eos_token"] = self.eos_token
         return {FILE: self.json, SETTINGS[0]: json.dumps(settings, indent=2) + "\n"}
-
-
-def _types(part: dict[str, Any] | None) -> Iterator[str]:
-    """The type of a decoder or normalizer, and the types of its parts."""
-    if part is not None:
-        yield part["type"]
-        for inner in part.get("decoders", part.get("normalizers", ())):
-            yield from _types(inner)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -221,7 +205,10 @@ def _fetch_from_hub(name: str) -> Path:
 
 def _load(file: Path, name: str) -> Tokenizer:
     try:
-        content = read_bytes(file).decode("utf-8")
+        with open_file(file) as stream:
+            content = stream.read().decode("utf-8")
+    except DAMAGE as error:
+        raise DataError(f"{file} cannot be read: {first_line(error)}", "fetch the file again") from None
     except UnicodeDecodeError as error:
         raise DataError(f"tokenizer {file} is not UTF-8: {error}", "fetch the file again") from None
     if file.name.startswith(FILE) and any(file.with_name(settings).is_file() for settings in SETTINGS):

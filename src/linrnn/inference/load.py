@@ -9,7 +9,7 @@ import torch
 from linrnn.config import read_config
 from linrnn.config.schema import Config, DataConfig, MarkovDataConfig, TokenizedDataConfig
 from linrnn.core.errors import ConfigError
-from linrnn.data import ConsoleProgress, PreparedData, prepare, vocabulary_size
+from linrnn.data import PreparedData, prepare, vocabulary_size
 from linrnn.data.markov import END
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import BlankModel, LanguageModel, open_pretrained
@@ -102,7 +102,7 @@ def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedDat
         DataError: the data is damaged or missing.
     """
     _check_vocabulary(directory, own, data)
-    prepared = prepare(data, progress=ConsoleProgress())
+    prepared = prepare(data)
     if prepared.tokenizer:  # not checked for generated text: a model may read the text of another chain
         check_tokens(directory, prepared)
     return prepared

@@ -16,7 +16,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import ending_at
 from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
-from linrnn.data import BatchLoader, ConsoleProgress, PreparedData, check_validation, prepare
+from linrnn.data import BatchLoader, PreparedData, check_validation, prepare
 from linrnn.data.tokenizer import load_tokenizer
 from linrnn.distributed import Launch, Ranks
 from linrnn.models import (
@@ -47,10 +47,9 @@ def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
     """
 
     def prepared() -> PreparedData:
-        progress = ConsoleProgress() if ranks.is_first else None
-        data = prepare(config.data, progress=progress)
+        data = prepare(config.data) if ranks.is_first else prepare(config.data, lambda line: None)
         if config.data.verify and Launch.from_environment().local_rank == 0:
-            data.verify(progress)
+            data.verify()
         return data
 
     data = ranks.first_then_others(prepared)

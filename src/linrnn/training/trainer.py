@@ -179,7 +179,7 @@ class Trainer:
             batch_size=self.plan.sequences_of_rank,
             max_tokens=trainer.valid_tokens,
             reset_at_document=self.config.data.reset_at_document,
-            token_bytes=self.data.token_bytes(self.data.valid, trainer.valid_tokens, self.log.line),
+            token_bytes=self.data.token_bytes(self.data.valid, self.log.line),
         )
         self.ranks.shield(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
