@@ -181,7 +181,7 @@ def quick_points(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def new_losses() -> Iterator[None]:
     """Remove losses that the test registers."""
-    registers: tuple[dict, ...] = (*(SCHEMAS["loss"], ABOUT, registry._BACKENDS, registry.FORMULAS_OF_LOSSES),)
+    registers: tuple[dict, ...] = (SCHEMAS["loss"], ABOUT, registry._BACKENDS)
     before = [dict(register) for register in registers]
     yield
     for register, content in zip(registers, before, strict=True):

@@ -162,7 +162,7 @@ class LossConfig:
     """A loss backend, and what it minimises. Its file adds the backend's options in a subclass.
 
     A backend that cannot compute one of the three says so before anything is built
-    (`linrnn.losses.base.LossBackend.lacks`).
+    (`linrnn.losses.base.LossBackend.lacking`).
     """
 
     name: str = plain_name()

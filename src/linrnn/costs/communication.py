@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import FsdpConfig, LossConfig, MuonConfig, OptimizerConfig, ParallelConfig, VocabConfig
 from linrnn.costs.memory import gathered_bytes
+from linrnn.losses.base import BF16, FP32
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters, over_shards
-from linrnn.losses.formulas import BF16, FP32
 from linrnn.models.architecture import Architecture
 
 ID = 8  # bytes of a token id or label

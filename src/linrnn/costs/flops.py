@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
 from linrnn.costs.devices import peak_flops_per_second
+from linrnn.losses.base import BF16
 from linrnn.losses.cce import over_shards
-from linrnn.losses.formulas import BF16
-from linrnn.losses.registry import FORMULAS_OF_LOSSES
+from linrnn.losses.registry import find_loss
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
@@ -177,8 +177,8 @@ def kernel_flops(
         vocabulary_ranks: number of ranks that share the vocabulary. The FLOPs are one rank's.
     """
     forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
-    mixer, formulas = facts_of(arch.model).flops, FORMULAS_OF_LOSSES.get(loss.name)
-    if forward is None or update is None or mixer is None or formulas is None:
+    mixer = facts_of(arch.model).flops
+    if forward is None or update is None or mixer is None:
         return None
     tokens = n_sequences * seq_len
     mixed = tokens * arch.num_layers * arch.num_heads
@@ -186,7 +186,10 @@ def kernel_flops(
     again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
     of_shard = tokens * vocabulary_ranks, arch.hidden_size, -(-arch.vocab_size // vocabulary_ranks), compute
     computed = over_shards(loss) if vocabulary_ranks > 1 else loss
-    if (more := formulas.products(computed, *of_shard) - LEAST_PRODUCTS) > 0:
+    backend = find_loss(loss.name)
+    if backend.memory(computed, *of_shard) is None:  # a loss of which nothing is known
+        return None
+    if (more := backend.products(computed, *of_shard) - LEAST_PRODUCTS) > 0:
         again["vocabulary"] = more * forward["vocabulary"]
     for component in RECOMPUTED[activation_checkpointing]:
         again[component] = again.get(component, 0) + forward[component]

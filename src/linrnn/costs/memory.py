@@ -9,9 +9,9 @@ per token and what the allocator rounds up are left out.
 from dataclasses import dataclass
 
 from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
+from linrnn.losses.base import BF16, FP32, Bytes
 from linrnn.losses.cce import over_shards
-from linrnn.losses.formulas import BF16, FP32, Bytes
-from linrnn.losses.registry import FORMULAS_OF_LOSSES
+from linrnn.losses.registry import find_loss
 from linrnn.models.architecture import Architecture
 from linrnn.models.facts import facts_of
 
@@ -86,8 +86,7 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
     Args:
         compute: bytes of an element of hidden states, weight and logits.
     """
-    formulas = FORMULAS_OF_LOSSES.get(loss.name)
-    return None if formulas is None else formulas.memory(loss, n_tokens, d, vocab, compute)
+    return find_loss(loss.name).memory(loss, n_tokens, d, vocab, compute)
 
 
 def gathered_bytes(model: str, precision: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100
+FP32, BF16 = 4, 2  # bytes
+Bytes = tuple[int, int]  # of the forward pass, of the backward pass
 OBJECTIVE = ("z_loss", "softcap", "label_smoothing")  # keys of every loss that change what is minimised
 
 
@@ -42,19 +44,21 @@ class LossOutput:
 class LossBackend(ABC):
     """The last linear layer and cross-entropy as one differentiable function of hidden states and weight.
 
-    A subclass defines `compute`, and `check` if it cannot run everywhere. Its constructor is called after `check` has
-    passed and may import its library.
+    A subclass defines `compute`; `check` if it cannot run everywhere; `memory` and `products` if they are known. Its
+    constructor is called after `check` has passed and may import its library.
 
     Attributes:
         autocasts: under autocast, `compute` takes fp32 tensors and multiplies in autocast's dtype. It returns fp32
             gradients that were never rounded to that dtype.
         capturable: forward and backward pass never wait for the device, so a CUDA graph can hold them.
         vocabulary_parallel: it can `spread` over ranks that share the rows of the weight.
+        lacking: the keys of :data:`OBJECTIVE` that it cannot compute, each with the reason.
     """
 
     autocasts: ClassVar[bool] = False
     capturable: ClassVar[bool] = False
     vocabulary_parallel: ClassVar[bool] = False
+    lacking: ClassVar[Mapping[str, str]] = dict.fromkeys(OBJECTIVE, "it computes plain cross-entropy alone")
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         self.config = config
@@ -69,11 +73,27 @@ class LossBackend(ABC):
 
     @classmethod
     def lacks(cls, config: LossConfig) -> Mapping[str, str]:
-        """The keys of :data:`OBJECTIVE` that this backend cannot compute with `config`, each with the reason.
+        """As `lacking`, with the options of `config`."""
+        return cls.lacking
 
-        A backend that does not define it computes plain cross-entropy alone.
+    @classmethod
+    def memory(cls, config: Any, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
+        """Peak bytes of the two passes beyond hidden states, weight and labels, with both gradients; None: unknown.
+
+        Scalars per token are left out.
+
+        Args:
+            compute: bytes of an element of hidden states, weight and logits.
         """
-        return dict.fromkeys(OBJECTIVE, "it computes plain cross-entropy alone")
+        return None
+
+    @classmethod
+    def products(cls, config: Any, n_tokens: int, d: int, vocab: int, compute: int) -> int:
+        """N x D x V products of both passes: 3, and 1 for every time that logits are computed again.
+
+        Exact for losses that do not filter; a filter skips a share that depends on the data.
+        """
+        return 3
 
     @abstractmethod
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -131,6 +151,11 @@ class LossBackend(ABC):
         with torch.autocast(hidden_ND.device.type, products_in, enabled=autocast):
             loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
         return LossOutput(loss.float(), (labels_N != IGNORE_INDEX).sum(), stats)
+
+
+def chunk_rows(n_tokens: int, chunks: int) -> int:
+    """Token rows of each of so many chunks, rounded up to a power of two."""
+    return 1 << (-(-n_tokens // chunks) - 1).bit_length()
 
 
 def _check_tensors(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> None:

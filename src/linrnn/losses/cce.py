@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import BF16, FP32, Bytes, LossFormulas
+from linrnn.losses.base import BF16, FP32, IGNORE_INDEX, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_own_kernels
 
@@ -79,8 +78,7 @@ class CceFilterLossConfig(CceKahanLossConfig):
     )
 
 
-@dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """Three products with chunks of `rows` token rows, or (rows = 0) four with chunks of `columns` entries.
 
     filtered: whether a gradient entry may be left out.
@@ -89,11 +87,6 @@ class Scheme:
     rows: int
     columns: int
     filtered: bool = False
-
-    @property
-    def products(self) -> int:
-        """N x D x V products in forward and backward pass."""
-        return 3 if self.rows else 4
 
 
 def filters(loss: CceKahanLossConfig) -> bool:
@@ -112,18 +105,17 @@ def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, comp
     """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
     from cce_kernels.planner import COLUMN_MULTIPLE  # imports torch: 2 s
 
-    if (chosen := _plan(loss, n_tokens, d, vocab, compute)) is None:
+    if (chosen := _plan(*_planned(loss, n_tokens, d, vocab, compute))) is None:
         return Scheme(0, COLUMN_MULTIPLE, filters(loss))
-    filtered = filters(loss) and not chosen.exact
-    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filtered)
+    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filters(loss) and not chosen.exact)
 
 
-def _plan(*problem: Any) -> Any:
-    """The planner's choice for the arguments of :func:`_planned`; None: the workspace is too small, a call refuses."""
+def _plan(*planned: Any) -> Any:
+    """The planner's choice; None: the workspace is too small, and a call refuses."""
     from cce_kernels.planner import WorkspaceTooSmall, plan
 
     try:
-        return plan(*_planned(*problem))
+        return plan(*planned)
     except WorkspaceTooSmall:
         return None
 
@@ -138,47 +130,9 @@ def _planned(
 
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
     problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
-    options = Options(
-        accumulate=loss.accumulate, workspace_mib=loss.workspace_mib,
-        z_loss=loss.z_loss, softcap=loss.softcap, label_smoothing=loss.label_smoothing,
-    )  # fmt: skip
-    if isinstance(loss, CceFilterLossConfig) and filters(loss):
-        options = replace(
-            options, filter_eps=loss.filter_eps, filter_unbiased=loss.filter_unbiased, filter_c=loss.filter_c,
-            filter_if_faster=loss.filter_if_faster,
-        )  # fmt: skip
-    return problem, multiprocessors, options
-
-
-def _memory(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """(forward, backward): peak bytes of the two passes beyond their inputs, including gradients."""
-    from cce_kernels.planner import copied_bytes, stored_bytes
-
-    scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
-    hidden, weight, lost = n_tokens * d, vocab * d, _lost(loss, compute)
-    gradients = (hidden + weight) * compute
-    copies = copied_bytes(n_tokens, d, vocab) if compute == BF16 else 0
-    if (
-        scheme.filtered and compute == BF16 and not _on_one_gradient(loss)
-    ):  # forward: lists and exponentials; backward: lists and products
-        budget = (loss.workspace_mib or WORKSPACE_MIB) * MIB
-        return copies + budget, copies + gradients + budget
-    if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
-        return copies, copies + gradients + hidden * lost + n_tokens * scheme.columns * compute
-    problem, multiprocessors, options = _planned(loss, n_tokens, d, vocab, compute)
-    held = copies + sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
-    apart = loss.accumulate == "fp32" and scheme.rows < n_tokens  # else the gradients' own memory holds the sums
-    return held + (0 if apart else gradients), held + gradients
-
-
-def _lost(loss: CceKahanLossConfig, compute: int) -> int:
-    """Bytes per entry of the compensation beside a summed gradient."""
-    return {"kahan": 1, "fp32": FP32, "bf16": 0}[loss.accumulate] if compute < FP32 else 0
-
-
-def _products(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> int:
-    scheme = cce_scheme(loss, n_tokens, d, vocab, compute)
-    return scheme.products + (scheme.filtered and _on_one_gradient(loss))  # logits of either threshold
+    keys = ["accumulate", "workspace_mib", "z_loss", "softcap", "label_smoothing"]
+    keys += ["filter_eps", "filter_unbiased", "filter_c", "filter_if_faster"] if filters(loss) else []
+    return problem, multiprocessors, Options(**{key: getattr(loss, key) for key in keys})
 
 
 def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
@@ -186,7 +140,7 @@ def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
     return isinstance(loss, CceFilterLossConfig) and not loss.filter_c
 
 
-@register_loss("cce_kahan", options=CceKahanLossConfig, formulas=LossFormulas(_memory, _products))
+@register_loss("cce_kahan", CceKahanLossConfig)
 class CceKahan(LossBackend):
     """This repository's exact kernel: never all logits of a large batch in memory, no filter. Triton, or torch on CPU.
 
@@ -197,6 +151,7 @@ class CceKahan(LossBackend):
     autocasts = True
     capturable = True
     vocabulary_parallel = True
+    lacking: ClassVar = {}
 
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -227,8 +182,29 @@ class CceKahan(LossBackend):
         require_own_kernels(device, f"loss={config.name}")
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return {}
+    def memory(cls, config: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        from cce_kernels.planner import copied_bytes, stored_bytes
+
+        scheme = cce_scheme(config, n_tokens, d, vocab, compute)
+        hidden = n_tokens * d
+        gradients = (hidden + vocab * d) * compute
+        copies = copied_bytes(n_tokens, d, vocab) if compute == BF16 else 0
+        if scheme.filtered and compute == BF16 and not _on_one_gradient(config):
+            # forward: lists and exponentials; backward: lists and products
+            budget = (config.workspace_mib or WORKSPACE_MIB) * MIB
+            return copies + budget, copies + gradients + budget
+        if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
+            lost = {"kahan": 1, "fp32": FP32, "bf16": 0}[config.accumulate] if compute < FP32 else 0
+            return copies, copies + gradients + hidden * lost + n_tokens * scheme.columns * compute
+        problem, multiprocessors, options = _planned(config, n_tokens, d, vocab, compute)
+        held = copies + sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
+        apart = config.accumulate == "fp32" and scheme.rows < n_tokens  # else the gradients' own memory holds the sums
+        return held + (0 if apart else gradients), held + gradients
+
+    @classmethod
+    def products(cls, config: CceKahanLossConfig, *sizes: int) -> int:
+        scheme = cce_scheme(config, *sizes)
+        return 3 if scheme.rows else 4 + (scheme.filtered and _on_one_gradient(config))  # logits of either threshold
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N), {}
@@ -255,7 +231,7 @@ class CceKahan(LossBackend):
             ) from error
 
 
-@register_loss("cce_filter", options=CceFilterLossConfig, formulas=LossFormulas(_memory, _products))
+@register_loss("cce_filter", CceFilterLossConfig)
 class CceFilter(CceKahan):
     """cce_kahan with a gradient filter: small entries are estimated from a sample, or dropped (harms pretraining).
 
@@ -266,6 +242,9 @@ class CceFilter(CceKahan):
     """
 
     config: CceFilterLossConfig
+    lacking: ClassVar = {
+        "label_smoothing": "smoothing gives every entry a gradient, and a filter leaves small ones out"
+    }
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -281,17 +260,10 @@ class CceFilter(CceKahan):
                 f"loss.filter_mass={config.filter_mass:g} is not below 1", "use null to let any mass be dropped"
             )
 
-    @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return {"label_smoothing": "smoothing gives every entry a gradient, and a filter leaves small ones out"}
-
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._call(
-            hidden_ND, weight_VD, labels_N, filter_eps=self.config.filter_eps, return_stats=True,
-            filter_unbiased=self.config.filter_unbiased, filter_c=self.config.filter_c,
-            filter_mass=self.config.filter_mass,
-            filter_if_faster=self.config.filter_if_faster,
-        )  # fmt: skip
+        keys = ("filter_eps", "filter_unbiased", "filter_c", "filter_mass", "filter_if_faster")
+        options = {key: getattr(self.config, key) for key in keys}
+        return self._call(hidden_ND, weight_VD, labels_N, return_stats=True, **options)
 
     def remark(self, n_tokens: int, d: int, vocab: int, dtype: torch.dtype) -> str | None:
         """A line that says so if `filter_if_faster` makes every step exact."""
@@ -307,7 +279,7 @@ class CceFilter(CceKahan):
             why = f"{self.device.type} has no kernels, and without them a filter is never faster"
         else:
             sizes = n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors
-            chosen = _plan(config, *sizes)
+            chosen = _plan(*_planned(config, *sizes))
             if chosen is None or not chosen.exact:
                 return None
             why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} of vocabulary"

@@ -13,21 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import UnsupportedError
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import FP32, Bytes, LossFormulas
+from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import (
-    require_cuda,
-    require_package,
-    require_torch_compile,
-    require_triton,
-    version_of,
-)
-from linrnn.losses.standard import compiled_memory
+from linrnn.losses.requirements import require_cuda, require_package, require_torch_compile, require_triton, version_of
+from linrnn.losses.standard import Compiled
 
 if TYPE_CHECKING:
     import torch
@@ -57,25 +50,12 @@ class CceAppleLossConfig(LossConfig):
     )
 
 
-def _memory(loss: CceAppleLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """torch_compile stores the logits. cce sums gradients in the compute dtype, other variants in fp32."""
-    hidden, weight = n_tokens * d, vocab * d
-    if loss.variant == _TORCH_VARIANT:
-        return compiled_memory(loss, n_tokens, d, vocab, compute)
-    if loss.variant == "cce":
-        return 0, (hidden + weight) * compute
-    return 0, (hidden + weight) * FP32 + weight * compute
-
-
-def _products(loss: CceAppleLossConfig, *_: int) -> int:
-    return 3 if loss.variant == _TORCH_VARIANT else 4
-
-
-@register_loss("cce_apple", options=CceAppleLossConfig, formulas=LossFormulas(_memory, _products))
+@register_loss("cce_apple", CceAppleLossConfig)
 class CceApple(LossBackend):
     """Apple's Cut Cross-Entropy, in the installed version; `python scripts/doctor.py` lists its variants."""
 
     config: CceAppleLossConfig
+    lacking: ClassVar = dict.fromkeys(("z_loss", "label_smoothing"), "cut_cross_entropy has no such argument")
 
     def __init__(self, config: CceAppleLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -99,35 +79,26 @@ class CceApple(LossBackend):
         require_cuda(device, what, f"choose loss.variant={_TORCH_VARIANT} or loss=cce_filter, which run on CPU")
         require_triton(what)
         if dtype not in (None, torch.bfloat16, torch.float16):
-            raise _no_fp32(what)
+            raise UnsupportedError(
+                f"{what}: its backward pass takes bf16 or fp16, not fp32",
+                f"use trainer.precision=bf16_autocast or bf16, or loss.variant={_TORCH_VARIANT}",
+            )
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return dict.fromkeys(("z_loss", "label_smoothing"), "cut_cross_entropy has no such argument")
+    def memory(cls, config: CceAppleLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """torch_compile stores the logits. cce sums gradients in the compute dtype, other variants in fp32."""
+        if config.variant == _TORCH_VARIANT:
+            return Compiled.memory(config, n_tokens, d, vocab, compute)
+        summed, rounded = (compute, 0) if config.variant == "cce" else (FP32, vocab * d * compute)
+        return 0, (n_tokens + vocab) * d * summed + rounded
+
+    @classmethod
+    def products(cls, config: CceAppleLossConfig, *sizes: int) -> int:
+        return 3 if config.variant == _TORCH_VARIANT else 4
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        import torch
-
-        needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-        if self.config.variant != _TORCH_VARIANT and needs_grad and hidden_ND.dtype == torch.float32:
-            raise _no_fp32(f"loss=cce_apple loss.variant={self.config.variant}")
         if not (labels_N != IGNORE_INDEX).any():
             # The library selects the rows with a label (and waits for the device to count them). It fails on zero rows.
             return (hidden_ND[:1].sum() + weight_VD[:1].sum()) * 0, {}
-        loss = self._loss(
-            hidden_ND,
-            weight_VD,
-            labels_N,
-            ignore_index=IGNORE_INDEX,
-            softcap=self.config.softcap,
-            reduction="sum",
-            impl=self.config.variant,
-        )
-        return loss, {}
-
-
-def _no_fp32(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what}: its backward pass takes bf16 or fp16, not fp32",
-        f"use trainer.precision=bf16_autocast or bf16, or loss.variant={_TORCH_VARIANT}",
-    )
+        options = {"ignore_index": IGNORE_INDEX, "softcap": self.config.softcap, "reduction": "sum"}
+        return self._loss(hidden_ND, weight_VD, labels_N, impl=self.config.variant, **options), {}

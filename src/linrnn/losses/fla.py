@@ -14,17 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linrnn.config.schema import LossConfig, option
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import (
-    FP32,
-    Bytes,
-    LossFormulas,
-    ceil_division,
-    power_of_two_from,
-)
+from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend, chunk_rows
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
-from linrnn.losses.standard import compiled_memory
+from linrnn.losses.standard import Compiled
 
 if TYPE_CHECKING:
     import torch
@@ -39,17 +32,7 @@ class FlaLossConfig(LossConfig):
     fuse_linear: bool = option(True, "false: FLA's cross-entropy on stored logits, the default of its models")
 
 
-def _memory(loss: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Fused: everything happens in the forward pass, with logits in fp32 and in the compute dtype, and dC in fp32."""
-    if not loss.fuse_linear:  # the gradient overwrites the logits
-        return compiled_memory(loss, n_tokens, d, vocab, compute)
-    hidden, weight = n_tokens * d, vocab * d
-    rows = power_of_two_from(ceil_division(n_tokens, min(loss.num_chunks, ceil_division(vocab, d))))
-    held = hidden * compute + weight * FP32 + 2 * rows * d * compute + rows * vocab * compute
-    return held + max(rows * vocab * FP32, weight * compute), (hidden + weight) * compute
-
-
-@register_loss("fla", options=FlaLossConfig, formulas=LossFormulas(_memory))
+@register_loss("fla", FlaLossConfig)
 class Fla(LossBackend):
     """flash-linear-attention's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 
@@ -88,6 +71,16 @@ class Fla(LossBackend):
     def lacks(cls, config: LossConfig) -> dict[str, str]:
         assert isinstance(config, FlaLossConfig)
         return {"z_loss": "FLA's fused loss has none; loss.fuse_linear=false has it"} if config.fuse_linear else {}
+
+    @classmethod
+    def memory(cls, config: FlaLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """Fused: all in the forward pass, with logits in fp32 and in the compute dtype, and dC in fp32."""
+        if not config.fuse_linear:  # the gradient overwrites the logits
+            return Compiled.memory(config, n_tokens, d, vocab, compute)
+        hidden, weight = n_tokens * d, vocab * d
+        rows = chunk_rows(n_tokens, min(config.num_chunks, -(-vocab // d)))
+        held = hidden * compute + weight * FP32 + 2 * rows * d * compute + rows * vocab * compute
+        return held + max(rows * vocab * FP32, weight * compute), (hidden + weight) * compute
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if self._on_logits:

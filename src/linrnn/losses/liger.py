@@ -12,17 +12,10 @@ Each call waits for the device once, to count labels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig, option
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import (
-    FP32,
-    Bytes,
-    LossFormulas,
-    ceil_division,
-    power_of_two_from,
-)
+from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend, chunk_rows
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_cuda, require_package, require_triton
 
@@ -40,23 +33,14 @@ class LigerLossConfig(LossConfig):
     )
 
 
-def _memory(loss: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Everything happens in the forward pass, in V / D chunks of tokens. The logits' gradient overwrites the logits."""
-    hidden, weight = n_tokens * d, vocab * d
-    gradients = (hidden + weight) * compute
-    rows = min(power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))), n_tokens)
-    chunk = rows * vocab * compute
-    if loss.accumulate == "fp32":  # dC in fp32, rounded at the end
-        return max(hidden * compute + weight * FP32 + chunk, gradients + weight * FP32), gradients
-    return gradients + chunk, gradients
-
-
-@register_loss("liger", options=LigerLossConfig, formulas=LossFormulas(_memory))
+@register_loss("liger", LigerLossConfig)
 class Liger(LossBackend):
     """Liger-Kernel's fused linear cross-entropy (GPU only): gradients are computed in the forward pass.
 
     Chunks over tokens. A chunk's logits take about the memory of the hidden states.
     """
+
+    lacking: ClassVar = {}
 
     def __init__(self, config: LigerLossConfig, device: torch.device) -> None:
         import torch
@@ -79,8 +63,14 @@ class Liger(LossBackend):
         require_package("liger_kernel.transformers", "liger-kernel", "loss=liger", "liger-kernel==0.8.5")
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return {}
+    def memory(cls, config: LigerLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """All in the forward pass, in V / D chunks of tokens. The logits' gradient overwrites the logits."""
+        hidden, weight = n_tokens * d, vocab * d
+        gradients = (hidden + weight) * compute
+        chunk = min(chunk_rows(n_tokens, -(-vocab // d)), n_tokens) * vocab * compute
+        if config.accumulate == "fp32":  # dC in fp32, rounded at the end
+            return max(hidden * compute + weight * FP32 + chunk, gradients + weight * FP32), gradients
+        return gradients + chunk, gradients
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch

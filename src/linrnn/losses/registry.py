@@ -10,7 +10,6 @@ from linrnn.config.compose import offer
 from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.losses.base import LossBackend
-from linrnn.losses.formulas import LossFormulas
 
 if TYPE_CHECKING:
     import torch
@@ -18,18 +17,15 @@ if TYPE_CHECKING:
 
 _BACKENDS: dict[str, type[LossBackend]] = {}
 UNLISTED: dict[str, type[LossBackend]] = {}  # further backends for build_loss; no run can choose them
-FORMULAS_OF_LOSSES: dict[str, LossFormulas] = {}
 
 
 def register_loss(
-    name: str, *, options: type[LossConfig] = LossConfig, formulas: LossFormulas | None = None
+    name: str, options: type[LossConfig] = LossConfig
 ) -> Callable[[type[LossBackend]], type[LossBackend]]:
     """Class decorator: registers this backend as `loss=NAME`. `--help` shows the first paragraph of its docstring.
 
     Args:
         options: a dataclass below LossConfig whose every field is a :func:`linrnn.config.schema.option`.
-        formulas: of memory and products. Without them forecasts say *unknown*; another loss's formulas are
-            never used.
 
     Raises:
         ValueError: another module has registered this name.
@@ -40,9 +36,6 @@ def register_loss(
             raise ValueError(f"loss={name} is registered already, by {_BACKENDS[name].__module__}")
         offer("loss", options(name), " ".join((backend.__doc__ or "").split("\n\n")[0].split()))
         _BACKENDS[name] = backend
-        FORMULAS_OF_LOSSES.pop(name, None)
-        if formulas is not None:
-            FORMULAS_OF_LOSSES[name] = formulas
         return backend
 
     return register
@@ -67,7 +60,7 @@ def check_loss(config: LossConfig, device: torch.device, dtype: torch.dtype | No
             Also as :func:`check_objective`.
     """
     check_objective(config)
-    _find(config.name).check(config, device, dtype)
+    find_loss(config.name).check(config, device, dtype)
 
 
 def check_objective(config: LossConfig) -> None:
@@ -76,7 +69,7 @@ def check_objective(config: LossConfig) -> None:
     Raises:
         UnsupportedError: it cannot. The error names losses that compute all three.
     """
-    for key, why in _find(config.name).lacks(config).items():
+    for key, why in find_loss(config.name).lacks(config).items():
         if value := getattr(config, key):
             able = [name for name, backend in _BACKENDS.items() if not backend.lacks(SCHEMAS["loss"][name](name))]
             raise UnsupportedError(
@@ -86,31 +79,21 @@ def check_objective(config: LossConfig) -> None:
 
 
 def check_vocabulary_parallel(config: LossConfig) -> None:
-    """Reject a loss that needs all rows of the head on one rank.
-
-    Raises:
-        UnsupportedError: the loss needs them. The error names losses that do not.
-    """
-    if not _find(config.name).vocabulary_parallel:
-        able = [name for name, backend in _BACKENDS.items() if backend.vocabulary_parallel]
-        raise UnsupportedError(
-            f"loss={config.name} needs the whole head on every rank, and parallel=vocab spreads its rows over them",
-            f"choose loss={' or loss='.join(able)}, or parallel=fsdp",
-        )
+    """Raise an UnsupportedError for a loss that needs all rows of the head on one rank."""
+    why = "needs the whole head on every rank, and parallel=vocab spreads its rows over them"
+    _require("vocabulary_parallel", config, why, "parallel=fsdp")
 
 
 def check_capturable(config: LossConfig) -> None:
-    """Reject a loss whose host may wait for the GPU.
+    """Raise an UnsupportedError for a loss whose host may wait for the GPU."""
+    why = "may let its host wait for the GPU, so a CUDA graph cannot hold it"
+    _require("capturable", config, why, "trainer.cuda_graph=false")
 
-    Raises:
-        UnsupportedError: the error names losses that a CUDA graph can hold.
-    """
-    if not _find(config.name).capturable:
-        able = [name for name, backend in _BACKENDS.items() if backend.capturable]
-        raise UnsupportedError(
-            f"loss={config.name}: its host may wait for the GPU, so a CUDA graph cannot hold it",
-            f"use one of {', '.join(able)}, or trainer.cuda_graph=false",
-        )
+
+def _require(ability: str, config: LossConfig, why: str, otherwise: str) -> None:
+    if not getattr(find_loss(config.name), ability):
+        able = [name for name, backend in _BACKENDS.items() if getattr(backend, ability)]
+        raise UnsupportedError(f"loss={config.name} {why}", f"choose loss={' or loss='.join(able)}, or {otherwise}")
 
 
 def build_loss(
@@ -130,14 +113,15 @@ def build_loss(
         UnsupportedError: also as :func:`check_vocabulary_parallel`.
     """
     check_loss(config, device, dtype)
-    backend = _find(config.name)(config, device)
+    backend = find_loss(config.name)(config, device)
     if vocabulary is not None:
         check_vocabulary_parallel(config)
         backend.spread(*vocabulary)
     return backend
 
 
-def _find(name: str) -> type[LossBackend]:
+def find_loss(name: str) -> type[LossBackend]:
+    """The class of a loss, or a ConfigError that offers the nearest names."""
     if name in UNLISTED:
         return UNLISTED[name]
     if name not in _BACKENDS:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import FP32, Bytes, LossFormulas
+from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_torch_compile
 
@@ -40,39 +39,30 @@ def linear_cross_entropy(
     return loss
 
 
-def _memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """Forward: fp32 logits and log-softmax. Backward: log-softmax and two fp32 gradients.
-
-    A softcap keeps its tanh. z_loss keeps the logits, and has a gradient of its own.
-    """
-    logits, capped, z_loss = n_tokens * vocab, loss.softcap is not None, loss.z_loss > 0
-    copy = compute if compute < FP32 else 0
-    gradients = (n_tokens + vocab) * d * compute
-    forward, backward = 2 + capped + z_loss, 3 + capped + 2 * z_loss
-    return logits * forward * FP32, max(logits * backward * FP32, logits * (copy + FP32) + gradients)
-
-
-def compiled_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """The logits are stored once. Their gradient overwrites them."""
-    logits = n_tokens * vocab * compute
-    return logits, logits + (n_tokens + vocab) * d * compute
-
-
-@register_loss("standard", formulas=LossFormulas(_memory))
+@register_loss("standard")
 class Standard(LossBackend):
     """Eager torch: the full logits are stored and converted to fp32. The reference; it needs the most memory."""
 
     capturable = True
+    lacking: ClassVar = {}
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N, **self.objective), {}
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return {}
+    def memory(cls, config: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """Forward: fp32 logits and log-softmax. Backward: log-softmax and two fp32 gradients.
+
+        A softcap keeps its tanh. z_loss keeps the logits, and has a gradient of its own.
+        """
+        logits, capped, z_loss = n_tokens * vocab, config.softcap is not None, config.z_loss > 0
+        copy = compute if compute < FP32 else 0
+        gradients = (n_tokens + vocab) * d * compute
+        forward, backward = 2 + capped + z_loss, 3 + capped + 2 * z_loss
+        return logits * forward * FP32, max(logits * backward * FP32, logits * (copy + FP32) + gradients)
 
 
-@register_loss("compiled", formulas=LossFormulas(compiled_memory))
+@register_loss("compiled")
 class Compiled(LossBackend):
     """torch.compile of the standard loss: the baseline of every verdict. On CPU it needs a C++ compiler.
 
@@ -80,6 +70,7 @@ class Compiled(LossBackend):
     """
 
     capturable = True
+    lacking: ClassVar = {}
     # Few kernels are compiled: no pool of compiler processes is needed.
     inductor_options: ClassVar[dict[str, Any]] = {"compile_threads": 1}
 
@@ -99,8 +90,10 @@ class Compiled(LossBackend):
         require_torch_compile(device, f"loss={config.name}")
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        return {}
+    def memory(cls, config: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """The logits are stored once. Their gradient overwrites them."""
+        logits = n_tokens * vocab * compute
+        return logits, logits + (n_tokens + vocab) * d * compute
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         try:
@@ -115,7 +108,7 @@ class Compiled(LossBackend):
             ) from error
 
 
-@register_loss("compiled_nudged", formulas=LossFormulas(compiled_memory))
+@register_loss("compiled_nudged")
 class CompiledNudged(Compiled):
     """`compiled`, the gradient of the hidden states moved by one unit in the last place: the noise-floor run.
 

@@ -12,12 +12,11 @@ upstream gradient in bf16, so the scale 1/tokens is off by up to 0.2 %. In fp32 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import UnsupportedError
-from linrnn.losses.base import IGNORE_INDEX, LossBackend
-from linrnn.losses.formulas import FP32, Bytes, LossFormulas, ceil_division, power_of_two_from
+from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend, chunk_rows
 from linrnn.losses.registry import register_loss
 
 if TYPE_CHECKING:
@@ -35,22 +34,14 @@ class TorchNativeLossConfig(LossConfig):
     )
 
 
-def _memory(loss: TorchNativeLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
-    """fp32 logits of one chunk of tokens; dC in the compute dtype."""
-    gradients = (n_tokens + vocab) * d * compute
-    rows = min(max(1, power_of_two_from(ceil_division(n_tokens, ceil_division(vocab, d))) // 2), n_tokens)
-    chunk = rows * vocab * FP32
-    with_gradients = gradients + chunk + rows * d * (FP32 + compute)
-    return (chunk, with_gradients) if loss.reduction == "none" else (with_gradients, gradients)
-
-
-def _products(loss: TorchNativeLossConfig, *_: int) -> int:
-    return 4 if loss.reduction == "none" else 3
-
-
-@register_loss("torch_native", options=TorchNativeLossConfig, formulas=LossFormulas(_memory, _products))
+@register_loss("torch_native", TorchNativeLossConfig)
 class TorchNative(LossBackend):
     """torch.nn.functional.linear_cross_entropy (torch >= 2.13), which chunks over tokens by itself."""
+
+    lacking: ClassVar = {
+        **dict.fromkeys(("z_loss", "softcap"), "torch's function has no such argument"),
+        "label_smoothing": "torch's function then leaves out its chunks and stores all logits",
+    }
 
     def __init__(self, config: TorchNativeLossConfig, device: torch.device) -> None:
         import torch
@@ -71,21 +62,22 @@ class TorchNative(LossBackend):
             )
 
     @classmethod
-    def lacks(cls, config: LossConfig) -> dict[str, str]:
-        missing = dict.fromkeys(("z_loss", "softcap"), "torch's function has no such argument")
-        return {**missing, "label_smoothing": "torch's function then leaves out its chunks and stores all logits"}
+    def memory(cls, config: TorchNativeLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
+        """fp32 logits of one chunk of tokens; dC in the compute dtype."""
+        gradients = (n_tokens + vocab) * d * compute
+        rows = min(max(1, chunk_rows(n_tokens, -(-vocab // d)) // 2), n_tokens)
+        chunk = rows * vocab * FP32
+        with_gradients = gradients + chunk + rows * d * (FP32 + compute)
+        return (chunk, with_gradients) if config.reduction == "none" else (with_gradients, gradients)
+
+    @classmethod
+    def products(cls, config: TorchNativeLossConfig, *sizes: int) -> int:
+        return 4 if config.reduction == "none" else 3
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         import torch
         import torch.nn.functional as F
 
         reduction = self._reduction if torch.is_grad_enabled() else "none"
-        loss = F.linear_cross_entropy(
-            hidden_ND,
-            weight_VD,
-            labels_N,
-            ignore_index=IGNORE_INDEX,
-            reduction=reduction,
-            options=self._options,
-        )
-        return loss.float().sum(), {}
+        options: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "options": self._options}
+        return F.linear_cross_entropy(hidden_ND, weight_VD, labels_N, **options).float().sum(), {}
