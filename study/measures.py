@@ -15,9 +15,9 @@ from linrnn.core.files import read_object
 from linrnn.report.plot_style import in_words, loss_of
 from linrnn.report.runs import read_committed
 from linrnn.report.targets import Verdict
-from linrnn.report.verdicts import CONTROL, EXACT
+from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
-from study.criteria import CRITERIA, FOLDERS, verdicts
+from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
 from study.filter_speed import filter_speeds
 from study.searches import batch_verdicts, searches_on_the_h100
 from study.step_speed import StepSpeed, step_speeds

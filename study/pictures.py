@@ -22,9 +22,9 @@ from linrnn.report.curves import difference
 from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
 from linrnn.report.plots import band, named
 from linrnn.report.runs import read_committed
-from linrnn.report.verdicts import CONTROL, EXACT
+from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
-from study.criteria import FINAL_LOSS, FOLDERS
+from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
 from study.gradient_noise import draw as draw_noise
 from study.largest_batches import largest_batches
 from study.measures import GIB, claim, told

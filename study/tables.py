@@ -14,9 +14,9 @@ from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
 from linrnn.report.runs import Run
 from linrnn.report.targets import Target, Verdict
-from linrnn.report.verdicts import CONTROL, EXACT
+from linrnn.report.verdicts import EXACT
 from study.changes import changes_of_loss
-from study.criteria import CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
+from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.filter_speed import filter_speeds
 from study.line_ratios import line_ratios
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of

@@ -15,12 +15,11 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.report import write
 from linrnn.report.page import inline
-from linrnn.report.runs import COMMITTED, MAX_BATCHES, Run, read_committed, read_list
-from linrnn.report.sentences import opening
+from linrnn.report.runs import COMMITTED, Run, read_committed, read_max_batches
 from linrnn.report.tables import of_verdicts
 from linrnn.report.targets import judge, parse_target, store_targets
-from linrnn.report.verdicts import baseline_of, verdicts
-from linrnn.report.write import Inputs, make_report, write_report
+from linrnn.report.verdicts import baseline_of
+from linrnn.report.write import Inputs, make_report, opening, write_report
 
 MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
 LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}
@@ -86,14 +85,11 @@ def write_runs(group: Path, runs: list[Run]) -> None:
         (group / one.name / "environment.json").write_text(json.dumps({"processes": processes}))
 
 
-# ------------------------------------------------------------------------------------------------------ the sentences
-def test_a_report_opens_with_what_ran_then_what_differs_then_by_how_much():
+def test_a_report_opens_with_what_ran_then_what_differs():
     runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
-    assert opening(runs, verdicts(runs)) == [
-        f"15 runs of GLA (mve) on {HERE['gpus'][0]['name']}: all finished.",
+    assert opening(runs) == [
+        "15 runs of GLA (mve) on H200: 15 finished.",
         "They differ in loss (compiled, standard, cce_kahan); seed (5 values).",
-        "cce_kahan uses 28 % less memory than compiled at the same speed (within 1 %); its final validation loss is "
-        "0.0020 nats higher (90 % interval +0.0020 to +0.0020, 5 pairs).",
     ]
 
 
@@ -122,7 +118,7 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
         assert (
             "| **not reached** | peak memory, ratio | 2.000 | 2.000 to 2.000 | 5 | ≤ 0.500 | gla | standard |" in text
         )
-        assert "<summary>Targets: 2 reached, 1 not reached, 1 inconclusive</summary>" in text
+        assert "## Targets: 2 reached, 1 not reached, 1 inconclusive\n" in text
         shutil.rmtree(group, ignore_errors=True)
 
 
@@ -144,11 +140,11 @@ def test_a_wrong_target_is_refused_with_what_is_right(entry, words):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.60031, "0.6003"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.600")],
+    [(0.60031, "0.60031"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.6")],
 )
 def test_a_value_that_misses_its_target_does_not_look_like_it(value, shown):
     table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", [value])])
-    assert table.rows[0][2] == shown
+    assert table.rows[0][table.columns.index("value")] == shown
 
 
 # -------------------------------------------------------------------------------------------------------- the origins
@@ -169,25 +165,15 @@ def test_a_commit_in_between_blocks_no_report_and_is_no_warning(tmp_path, capsys
 
 
 @pytest.mark.usefixtures("text_alone")
-@pytest.mark.parametrize("origins", ["together", "apart"])
-def test_runs_of_other_code_are_named_in_one_line_and_compared_together_or_apart(origins, tmp_path, capsys):
+def test_runs_of_other_code_are_named_in_one_line(tmp_path, capsys):
     """At one commit, too: what was not committed differs."""
     others = [*made("cce_kahan", {"linrnn": "e" * 12}, gib=5), *made("liger", {"linrnn": "e" * 12}, gib=5)]
     write_runs(tmp_path / "g", [*made("compiled"), *others])
-    options = ["group=g", f"results_dir={tmp_path}", f"origins={origins}"]
-    report, *_ = make_report(load_config(options, "report"))
+    report, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    for words in (
-        "differ in code of linrnn. A (commit ccccccccc): gla-cce_kahan-8-s0",
-        "; B (commit ccccccccc): gla-co",
-    ):
-        assert words in line
-    assert ("origins=apart" in line) == (origins == "together")
-    text = report.read_text()
-    assert line.removeprefix("warning: ") in text, "the report says the same"
-    together = "| peak memory, ratio | 0.500 | 0.500 to 0.500 | 5 | gla | cce_kahan | compiled |"
-    assert (together in text) == (origins == "together")
-    assert ("| origin | model |" in text) == (origins == "apart")
+    assert "differ in code of linrnn. A (commit ccccccccc): gla-cce_kahan-8-s0" in line
+    assert "; B (commit ccccccccc): gla-co" in line
+    assert line.removeprefix("warning: ") in report.read_text(), "the report says the same"
     assert {one.environment["code"]["linrnn"][0] for one in read_committed(report.parent)} == {"a", "e"}
 
 
@@ -197,7 +183,7 @@ def test_a_report_is_made_again_from_its_rows_alone(tmp_path, capsys):
     summary, runs = tmp_path / "summaries" / "pair", [run("compiled"), run("cce_kahan", gib=5)]
     stranger = {**answer("compiled", 3, 10), "size": "1b3"}
     write_report(runs, summary, "pair", Inputs(max_batches=[answer("compiled", 12, 1000), stranger]))
-    assert [entry["max_sequences"] for entry in read_list(summary / MAX_BATCHES)] == [12], "of the runs' sizes alone"
+    assert [entry["max_sequences"] for entry in read_max_batches(summary)] == [12], "of the runs' sizes alone"
     before = {name: (summary / name).read_bytes() for name in ("report.md", COMMITTED)}
     (summary / "report.md").unlink()
     paths = make_report(load_config(["group=pair", f"results_dir={tmp_path}"], "report"))
@@ -226,9 +212,6 @@ def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path)
     with pytest.raises(DataError, match="group=other") as refused:
         make_report(load_config(["group=other", f"results_dir={tmp_path}"], "report"))
     assert "With runs: mine. Committed: none" in refused.value.remedy
-    with pytest.raises(DataError, match="mine holds runs, and no report") as no_report:
-        make_report(load_config([f"summary={tmp_path / 'mine'}"], "report"))
-    assert f"results_dir={tmp_path} group=mine" in no_report.value.remedy
 
 
 def test_the_plots_are_those_that_the_runs_allow(tmp_path):

@@ -45,12 +45,10 @@ def folder(small_of_module: Callable[..., list[str]], tmp_path_factory: pytest.T
 def test_runs_that_were_trained_here_become_a_page(folder):
     """Every run, its command, sentences, a target's answer."""
     text = (folder / "report.md").read_text()
-    first, second, third = [line for line in text.splitlines() if line.startswith("* ")][:3]
-    assert first == "* 10 runs of Transformer (smoke) on a CPU: all finished."
+    first, second = [line for line in text.splitlines() if line.startswith("* ")][:2]
+    assert first == "* 10 runs of Transformer (smoke) on cpu: 10 finished."
     assert second == "* They differ in loss (cce_kahan, standard); seed (5 values)."
-    assert third.startswith("* cce_kahan beside standard: ")
-    assert "5 pairs" in third
-    assert "<summary>Targets: 1 reached</summary>" in text
+    assert "## Targets: 1 reached\n" in text
     assert text.count("| transformer | smoke |") == text.count("\npython ") == 10
     assert (folder / "targets.json").exists()
     assert read_committed(folder)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}

@@ -5,7 +5,7 @@ from made_up_runs import BLOCKS, FLOAT8, five, run, trained
 
 from linrnn.report.runs import Run
 from study.changes import changes_of_loss
-from study.criteria import FINAL_LOSS, MVE_LOSS, own_baselines
+from study.criteria import FINAL_LOSS, MVE_LOSS
 from study.criteria import verdicts as judged
 
 
@@ -58,22 +58,3 @@ def test_ways_of_summing_are_compared_with_compensated_sums_and_with_compiled():
     }
     few = judged([one for one in runs if one.summary["seed"] < 4])
     assert {v.against for v in few} == {"compiled", "standard", None}, "pairs too few to decide are not listed"
-
-
-@pytest.mark.parametrize(
-    ("backend", "others", "expected"),
-    [
-        ("cce_filter filter_c=False", ["compiled", "cce_kahan"], ["cce_kahan"]),
-        ("cce_apple", ["cce_kahan accumulate=kahan", "cce_kahan accumulate=bf16"], ["cce_kahan accumulate=kahan"]),
-        ("cce_kahan", ["compiled", "cce_kahan"], []),
-        ("cce_kahan accumulate=kahan", ["cce_kahan accumulate=kahan", "cce_kahan accumulate=bf16"], []),
-        (
-            "cce_kahan accumulate=bf16 workspace_mib=8",
-            ["cce_kahan accumulate=kahan workspace_mib=8", "cce_kahan accumulate=kahan workspace_mib=64"],
-            ["cce_kahan accumulate=kahan workspace_mib=8"],
-        ),
-        ("liger accumulate=fp32", ["liger accumulate=kahan", "cce_kahan"], []),
-    ],
-)
-def test_filters_are_compared_with_the_exact_loss_and_sums_with_compensated_ones(backend, others, expected):
-    assert own_baselines(backend, others) == expected

@@ -723,7 +723,7 @@ class GenerateConfig:
 
 @dataclass
 class ReportConfig:
-    """`python scripts/report.py group=mve`: what a group's runs say, in three sentences, tables and plots.
+    """`python scripts/report.py group=mve`: what a group's runs say, in a few sentences, tables and plots.
 
     It reads the group's runs below results_dir. Without runs it reads the committed report of that name. It writes
     report.md, the plots, and report.html: one page for a browser that needs no other file. Targets in the sweep's file
@@ -738,12 +738,6 @@ class ReportConfig:
         "directory for the report, whose files are replaced; null: <results_dir>/summaries/<group>, or a committed "
         "report's own directory",
         path="written",
-    )
-    origins: str = option(
-        "together",
-        "together: one comparison of all runs, and a warning if other code or another GPU made some; apart: each "
-        "origin by itself",
-        choices=("together", "apart"),
     )
     max_batch_group: str = option(
         "max_batch",

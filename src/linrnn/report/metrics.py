@@ -1,24 +1,99 @@
-"""What two runs, or two searches for the largest batch, are compared by: one Metric each. A new metric goes here."""
+"""What a loss is compared with another by: one Metric each. A new metric goes here."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isclose
+from statistics import median
 from typing import Any
 
 from linrnn.report.curves import SMOOTHED_STEPS, largest_difference
-from linrnn.report.runs import Run
+from linrnn.report.runs import SETTING, Run, backend_names, without_horizon
 from linrnn.runs.figures import by_wall_clock, host_decides
+from linrnn.runs.origins import differing
 
 LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50
 LEAST_MEASURED = 5  # a run needs so many steps after the warm-up for its times to be compared
 DEVICE_TIME = "by the device time of a step: to be measured again by wall clock"
+ANSWER_SETTING = (  # two searches for the largest batch must share these
+    *("accumulation_steps", "seq_len", "activation_checkpointing", "chunk_size", "vocab_size", "tie_embeddings"),
+    *("precision", "memory_budget_gib", "parallel", "world_size"),
+)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The comparison of a run with the baseline's run of the same seed.
+class Pair:
+    """The runs of a loss and of the baseline, of one model and setting.
 
     Attributes:
-        value: their ratio or difference.
+        backend, against: the names of both losses.
+        by_setting: all runs of their kind, by setting and loss.
+        answers: of searches for the largest batch (scripts/find_max_batch.py).
+        environment: the runs' own. Answers of another one are left out.
+    """
+
+    own: Sequence[Run]
+    base: Sequence[Run]
+    backend: str
+    against: str
+    by_setting: Mapping[tuple[Any, ...], Mapping[str, list[Run]]]
+    answers: Sequence[dict[str, Any]] = ()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was measured of a metric.
+
+    Attributes:
+        values: one per pair of runs; empty: not measured.
+        remarks: what a reader must know; without values, why there are none.
+        doubts: reasons why the values decide nothing.
+        setting: where it was measured, if not in the pair's setting.
+    """
+
+    values: Sequence[float] = ()
+    remarks: Sequence[str] = ()
+    doubts: Sequence[str] = ()
+    setting: str = ""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that losses are compared by.
+
+    Attributes:
+        name: in a target.
+        words: for a reader.
+        measure: its samples for a pair.
+        form: the format of values.
+        needs: what must be run to measure it.
+        ratio: whether values are ratios to the baseline; otherwise they are differences, or the run's own.
+        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
+        of_losses: whether it compares losses, not time or memory.
+        alone: whether a run has it without a baseline.
+        always: whether a report without targets shows it.
+    """
+
+    name: str
+    words: str
+    measure: Callable[[Pair], list[Sample]]
+    form: str
+    needs: str
+    ratio: bool = True
+    by_chance: bool = True
+    of_losses: bool = False
+    alone: bool = False
+    always: bool = False
+
+
+# ----------------------------------------------------------------------------------------------- two runs of one seed
+@dataclass(frozen=True)
+class Compared:
+    """A run beside the baseline's run of the same seed: their ratio or difference.
+
+    Attributes:
         doubt: a reason why the value decides nothing; empty if there is none.
         note: what else a reader must know.
         limits: the lowest and highest ratio that is possible if the two differ only in the loss.
@@ -48,12 +123,6 @@ def speed_ratio(run: Run, base: Run) -> Compared | None:
     )
 
 
-def speed_ratio_across_batches(run: Run, base: Run) -> Compared | None:
-    """As :func:`speed_ratio`, for runs that differ in more than the loss: without limits."""
-    found = speed_ratio(run, base)
-    return found and replace(found, limits=None)
-
-
 def _memory_ratio(run: Run, base: Run) -> Compared | None:
     """Ratio of the peaks allocated on the GPU. None on a CPU, where a process holds more than the step."""
     value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
@@ -78,9 +147,7 @@ def free_loss_speed_up(run: Run) -> float | None:
     """How many times as fast a run's steps would be if the output layer took no time; None if unknown."""
     of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
     step = summary["wall_step_ms"] or summary["step_time_ms_median"]
-    if not of_loss or not step:
-        return None
-    rest = step - sum(of_loss.values())
+    rest = step - sum(of_loss.values()) if of_loss and step else 0
     return step / rest if rest > 0 else None
 
 
@@ -95,77 +162,167 @@ def timed(run: Run, base: Run) -> bool:
     return measured >= LEAST_MEASURED and run.on_gpu and base.on_gpu
 
 
-@dataclass(frozen=True)
-class Metric:
-    """Something that two runs, or two searches for the largest batch, are compared by.
+# ------------------------------------------------------------------------------------------------ samples of a pair
+def by_seed(compare: Compare, *, of_times: bool = False) -> Callable[[Pair], list[Sample]]:
+    """A value for each seed that both losses ran. If a seed was run several times, its value is the median."""
 
-    Attributes:
-        name: in a target.
-        words: for a reader.
-        form: the format of values.
-        needs: what must be run to measure it.
-        compare: compares two runs of one seed; None: :mod:`linrnn.report.verdicts` says how.
-        ratio: whether values are ratios to the baseline; otherwise they are differences, or the run's own.
-        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
-        of_losses: whether it compares losses, not time or memory.
-        alone: whether a run has it without a baseline.
-        always: whether a report without targets shows it.
-    """
+    def measure(pair: Pair) -> list[Sample]:
+        found: dict[int, list[Compared]] = defaultdict(list)
+        for run in pair.own:
+            for base in pair.base:
+                if run.summary["seed"] == base.summary["seed"] and (one := compare(run, base)) is not None:
+                    found[run.summary["seed"]].append(one)
+        every = [one for of_seed in found.values() for one in of_seed]
+        values = [median(one.value for one in of_seed) for of_seed in found.values()]
+        remarks = [] if pair.base else [f"{pair.against} has no finished run in this setting"]
+        remarks += [one.note for one in every] + _shared([*pair.own, *pair.base] if of_times else [])
+        doubts = [one.doubt for one in every] + _beyond_a_free_loss(values, [one.limits for one in every if one.limits])
+        return [Sample(values, remarks, doubts)]
 
-    name: str
-    words: str
-    form: str
-    needs: str
-    compare: Compare | None = None
-    ratio: bool = True
-    by_chance: bool = True
-    of_losses: bool = False
-    alone: bool = False
-    always: bool = False
+    return measure
 
 
-OF_TIMES: tuple[Compare, ...] = (speed_ratio, speed_ratio_across_batches, _backward_speed_up)
-AT_FASTEST, AT_LARGEST = "tokens_per_second_at_fastest_batch", "tokens_per_second_at_max_sequences"
-BATCH = "max_sequences"
-_BOTH = "runs of both losses in one setting"
-_STEPS = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
-_SEARCHED = "a search by scripts/find_max_batch.py for both"
-_LOSSES: dict[str, Any] = {"needs": f"{_BOTH}, of {LEAST_STEPS} steps", "ratio": False, "of_losses": True}
-_SHARE: dict[str, Any] = {"form": ".1%", "needs": "a run on a GPU", "by_chance": False, "alone": True}
-_PEAK: dict[str, Any] = {"compare": _memory_ratio, "by_chance": False, "always": True}
-_CURVES = f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats"
-_LOGGED = {"needs": f"{_LOSSES['needs']}, at least every {SMOOTHED_STEPS // 2}th of them logged"}
-_BATCHES = f"runs of both losses at the same several batches, {_STEPS}"
-_TIMED = f"{_BOTH}, {_STEPS}"
-
-
-def _difference(key: str, words: str, form: str, *, always: bool = False) -> Metric:
-    """The difference of `key` between two trained runs."""
-
+def _difference(key: str) -> Callable[[Pair], list[Sample]]:
     def compare(run: Run, base: Run) -> Compared | None:
         value, other = run.summary.get(key), base.summary.get(key)
-        known = value is not None and other is not None and learnt(run, base)
-        return Compared(value - other) if known else None  # type: ignore[operator]
+        return Compared(value - other) if value is not None and other is not None and learnt(run, base) else None
 
-    return Metric(key, words, form, compare=compare, always=always, **_LOSSES)
+    return by_seed(compare)
 
 
+def _beyond_a_free_loss(values: Sequence[float], limits: Sequence[tuple[float, float]]) -> list[str]:
+    """A ratio beyond what a loss without cost would give cannot come from the loss alone."""
+    if not limits:
+        return []
+    value, (least, most) = median(values), (median(bounds) for bounds in zip(*limits, strict=True))
+    if least <= value <= most:
+        return []
+    above = f"beyond what a free loss would give ({most:.3f}): noise"
+    return [above if value > most else f"below {least:.3f}, what a free loss would give the baseline: noise"]
+
+
+def _shared(runs: Sequence[Run]) -> list[str]:
+    """What is said of runs whose times are left out."""
+    if not (count := sum(run.gpu_shared for run in runs)):
+        return []
+    every = "not measured: the GPU was shared"
+    return [every if count == len(runs) else f"{count} of {len(runs)} runs left out: their GPU was shared"]
+
+
+def _at_fastest_batch(pair: Pair) -> list[Sample]:
+    """Each loss at its fastest batch (by median speed over seeds), among the batches that both ran."""
+    own, base = (_by_batch(pair, name) for name in (pair.backend, pair.against))
+    common = sorted(own.keys() & base.keys())
+    if len(common) < 2:
+        return [Sample(remarks=[*_shared(pair.own), f"not measured: needs {_BATCHES}"])]
+
+    def fastest(by_batch: Mapping[int, list[Run]]) -> int:
+        return max(common, key=lambda batch: median(one.summary["tokens_per_second"] for one in by_batch[batch]))
+
+    def ratio(run: Run, other: Run) -> Compared | None:  # the runs differ in more than the loss: no limits
+        found = speed_ratio(run, other)
+        return found and replace(found, limits=None)
+
+    batch, other = fastest(own), fastest(base)
+    [sample] = by_seed(ratio, of_times=True)(replace(pair, own=own[batch], base=base[other]))
+    words = f"B = {batch} against {other}, of {', '.join(map(str, common))}"
+    return [replace(sample, remarks=[words, *sample.remarks], setting="each at its fastest batch")]
+
+
+def _by_batch(pair: Pair, backend: str) -> dict[int, list[Run]]:
+    """The timed runs by batch that differ from the pair's in loss, seed and what follows from the batch."""
+    kind = [key for key in SETTING if key not in ("batch_size", "steps", "horizon")]
+    first, found = pair.own[0], defaultdict[int, list[Run]](list)
+    for one in (run for backends in pair.by_setting.values() for run in backends.get(backend, [])):
+        equal_tokens = isclose(one.summary["tokens"], first.summary["tokens"], rel_tol=0.1)
+        if one.values(kind) == first.values(kind) and equal_tokens and timed(one, one):
+            found[one.summary["batch_size"]].append(one)
+    return found
+
+
+def _of_searches(pair: Pair, value: Callable[[dict[str, Any]], float | None]) -> list[Sample]:
+    """The ratio of a value of two searches for the largest batch, for each setting that both losses searched."""
+    run, remarks = pair.own[0].summary, set[str]()
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
+    for answer, name in zip(pair.answers, backend_names(pair.answers), strict=True):
+        like = all(answer[key] == run[key] for key in ("model", "size", "activation_checkpointing"))
+        if like and (others := differing([pair.environment, answer["environment"]])):
+            remarks.add(f"measured elsewhere: another {', '.join(others)}")
+        elif like:
+            # Names tell losses apart by the options that differ among the runs, or among the answers.
+            same = all((answer.get(key) or {}) == (run.get(key) or {}) for key in ("loss", "loss_options"))
+            setting = (*(answer.get(key) for key in ANSWER_SETTING), without_horizon(answer["training"]))
+            found[setting][pair.backend if same else name] = answer
+    samples = []
+    for answers in found.values():
+        own, base = answers.get(pair.backend), answers.get(pair.against)
+        if own and base:
+            over, under = value(own), value(base)
+            where = (
+                f"{own['max_sequences']} against {base['max_sequences']} sequences, T = {own['seq_len']}, "
+                f"checkpointing {own['activation_checkpointing']}, {own['memory_budget_gib']:g} GiB"
+            ) + (f" on each of {own['world_size']} ranks ({own['parallel']})" if own["world_size"] > 1 else "")
+            doubts = [] if own["exact"] and base["exact"] else ["a search did not end exact"]
+            samples.append(Sample([over / under] if over is not None and under else [], (), doubts, where))
+    return samples or [Sample(remarks=sorted(remarks))]
+
+
+def _largest(answer: dict[str, Any]) -> float | None:
+    """None if no probe fitted, but smaller batches were not tried."""
+    return float(answer["max_sequences"]) if answer["max_sequences"] or answer["exact"] else None
+
+
+def _speed_at_largest(answer: dict[str, Any]) -> float | None:
+    """Of the probe at the largest batch; None if none fitted, or without a wall clock."""
+    probes = [one for one in answer["probes"] if one["batch"] == answer["max_sequences"] and one["fits"]]
+    return probes[0].get("tokens_per_second") if probes else None
+
+
+def _share(pair: Pair, gradients: bool) -> list[Sample]:
+    """The output layer's share of the peak, with or without the gradients that it returns; a value for each seed."""
+    shares = {}
+    for run in pair.own:
+        s, memory = run.summary, run.summary.get("memory_bytes") or {}
+        if "loss_backward" in memory and "peak" in memory:
+            n_values = s["hidden_size"] * (s["batch_size"] * s["seq_len"] + s["vocab_size"])
+            returned = 0 if gradients else (4 if s["precision"] == "fp32" else 2) * n_values
+            shares[s["seed"]] = max(memory["loss_forward"], memory["loss_backward"] - returned) / memory["peak"]
+    return [Sample([*shares.values()])]
+
+
+_BOTH, _SEARCH = "runs of both losses in one setting", "a search by scripts/find_max_batch.py for both"
+_STEPS = f"of {LEAST_MEASURED} steps after the warm-up, on a GPU"
+_BATCHES, _TIMED = f"runs of both losses at the same several batches, {_STEPS}", f"{_BOTH}, {_STEPS}"
+_LOSSES: dict[str, Any] = {"needs": f"{_BOTH}, of {LEAST_STEPS} steps", "ratio": False, "of_losses": True}
+_CURVES = _LOSSES | {"needs": f"{_LOSSES['needs']}, at least every {SMOOTHED_STEPS // 2}th of them logged"}
+_SHARES: dict[str, Any] = {"form": ".1%", "needs": "a run on a GPU", "by_chance": False, "alone": True}
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("peak_memory_bytes", "peak memory, ratio", ".3f", f"{_BOTH}, on a GPU", **_PEAK),
-        Metric("tokens_per_second", "tokens/s at the same batch, ratio", ".3f", _TIMED, speed_ratio, always=True),
-        Metric(BATCH, "largest batch under the budget, ratio", ".2f", _SEARCHED, by_chance=False),
-        Metric(AT_LARGEST, "tokens/s, each at its own largest batch, ratio", ".3f", _SEARCHED),
-        Metric(AT_FASTEST, "tokens/s, each at its fastest batch, equal tokens, ratio", ".3f", _BATCHES),
-        _difference("train_loss_nats", "final training loss, difference, nats", "+.4f", always=True),
-        _difference("valid_loss_nats", "validation loss, difference, nats", "+.4f", always=True),
-        _difference("valid_perplexity", "validation perplexity, difference", "+.3f"),
-        Metric("curve_difference", _CURVES, ".4f", compare=_curve_difference, **_LOSSES | _LOGGED),
-        Metric("backward_speed_up", "backward pass of the output layer, speed-up", ".2f", _TIMED, _backward_speed_up),
-        Metric("loss_layer_share", "output layer's share of peak memory, gradients counted", **_SHARE),
-        Metric(
-            "loss_layer_share_without_gradients", "output layer's share of peak memory, without gradients", **_SHARE
-        ),
+        Metric("peak_memory_bytes", "peak memory, ratio", by_seed(_memory_ratio), ".3f", f"{_BOTH}, on a GPU",
+               by_chance=False, always=True),
+        Metric("tokens_per_second", "tokens/s at the same batch, ratio", by_seed(speed_ratio, of_times=True), ".3f",
+               _TIMED, always=True),
+        Metric("max_sequences", "largest batch under the budget, ratio", partial(_of_searches, value=_largest), ".2f",
+               _SEARCH, by_chance=False),
+        Metric("tokens_per_second_at_max_sequences", "tokens/s, each at its own largest batch, ratio",
+               partial(_of_searches, value=_speed_at_largest), ".3f", _SEARCH),
+        Metric("tokens_per_second_at_fastest_batch", "tokens/s, each at its fastest batch, equal tokens, ratio",
+               _at_fastest_batch, ".3f", _BATCHES),
+        Metric("train_loss_nats", "final training loss, difference, nats", _difference("train_loss_nats"), "+.4f",
+               always=True, **_LOSSES),
+        Metric("valid_loss_nats", "validation loss, difference, nats", _difference("valid_loss_nats"), "+.4f",
+               always=True, **_LOSSES),
+        Metric("valid_perplexity", "validation perplexity, difference", _difference("valid_perplexity"), "+.3f",
+               **_LOSSES),
+        Metric("curve_difference",
+               f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
+               by_seed(_curve_difference), ".4f", **_CURVES),
+        Metric("backward_speed_up", "backward pass of the output layer, speed-up",
+               by_seed(_backward_speed_up, of_times=True), ".2f", _TIMED),
+        Metric("loss_layer_share", "output layer's share of peak memory, gradients counted",
+               partial(_share, gradients=True), **_SHARES),
+        Metric("loss_layer_share_without_gradients", "output layer's share of peak memory, without gradients",
+               partial(_share, gradients=False), **_SHARES),
     )
-}
+}  # fmt: skip

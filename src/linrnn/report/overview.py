@@ -1,6 +1,5 @@
 """Every run of a group in one line each, and the keys in which runs differ. It reads files alone."""
 
-import csv
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,8 @@ from linrnn.runs.directory import IDENTITY, METRICS, SUMMARY, differences
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import duration
 
+HERE = "name a group with runs (results/<group>/<run_name>/)"
+
 
 def overview(group: Path) -> list[str]:
     """Lines: a table of the group's runs, newest first, then the runs that differ in one key alone.
@@ -23,18 +24,34 @@ def overview(group: Path) -> list[str]:
     Raises:
         DataError: the group has no run, or a file is damaged.
     """
-    identities = {path.parent: read_object(path) for path in sorted(group.glob(f"*/{IDENTITY}"))}
+    import pandas
+
+    identities = {path.parent.name: read_object(path) for path in sorted(group.glob(f"*/{IDENTITY}"))}
     if not identities:
-        raise DataError(f"{group} holds no run", "name a group with runs (results/<group>/<run_name>/)")
-    last = {run: (run / METRICS if (run / METRICS).exists() else run / IDENTITY).stat().st_mtime for run in identities}
-    runs = sorted(identities, key=lambda run: (-last[run], run.name))
-    columns = ("run", "status", "steps", "loss, nats", "tokens/s", "peak, GiB", "age")
-    rows = [columns, *(_row(run, time.time() - last[run]) for run in runs)]  # noqa: TID251  ages of files
-    widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
-    pads = (str.ljust, str.ljust, *[str.rjust] * (len(columns) - 2))
-    lines = ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows]
-    alike = one_key_apart({run.name: identity for run, identity in identities.items()})
-    return [*lines, "", *(f"differ in {key} alone: {', '.join(names)}" for key, names in alike)]
+        raise DataError(f"{group} holds no run", HERE)
+    rows = pandas.DataFrame([_row(group / name) for name in identities]).sort_values("age", kind="stable")
+    rows["age"] = rows["age"].map(duration)
+    alike = [f"differ in {key} alone: {', '.join(names)}" for key, names in one_key_apart(identities)]
+    return [*rows.to_string(index=False).splitlines(), "", *alike]
+
+
+def _row(run: Path) -> dict[str, Any]:
+    records = read_jsonl(run / METRICS) if (run / METRICS).exists() else []
+    last = records[-1] if records else {}
+    done: dict[str, Any] = {"status": "unfinished", "steps": last.get("step", 0)}
+    done["train_loss_nats"] = last.get("train/loss_nats")
+    if (run / SUMMARY).exists():
+        done = read_object(run / SUMMARY)
+    changed = (run / METRICS if (run / METRICS).exists() else run / IDENTITY).stat().st_mtime
+    return {
+        "run": run.name,
+        "status": done["status"],
+        "steps": done.get("steps", 0),
+        "loss, nats": show(done.get("train_loss_nats"), ".4f"),
+        "tokens/s": show(done.get("tokens_per_second"), ",.0f"),
+        "peak, GiB": show(done.get("peak_memory_bytes"), ".2f", GIB),
+        "age": time.time() - changed,  # noqa: TID251  ages of files
+    }
 
 
 def compared(group: Path, names: Sequence[str]) -> list[str]:
@@ -43,8 +60,7 @@ def compared(group: Path, names: Sequence[str]) -> list[str]:
     Raises:
         DataError: a run is not there.
     """
-    missing = [name for name in names if not (group / name / IDENTITY).exists()]
-    if missing:
+    if missing := [name for name in names if not (group / name / IDENTITY).exists()]:
         there = ", ".join(sorted(path.parent.name for path in group.glob(f"*/{IDENTITY}")))
         raise DataError(f"{group} holds no run {', '.join(missing)}", f"runs there: {there or 'none'}")
     first, second = (read_object(group / name / IDENTITY) for name in names)
@@ -58,15 +74,16 @@ def write_csv(group: Path, path: Path) -> int:
     Raises:
         DataError: the group has no metrics, or a file is damaged.
     """
+    import pandas
+
     found = sorted(group.glob(f"*/{METRICS}"))
-    rows = [{"run": file.parent.name, **record} for file in found for record in read_jsonl(file)]
-    if not rows:
-        raise DataError(f"{group} holds no metrics", "name a group with runs (results/<group>/<run_name>/)")
+    rows = pandas.DataFrame(
+        [{"run": file.parent.name, **one} for file in found for one in read_jsonl(file)], dtype=object
+    )
+    if rows.empty:
+        raise DataError(f"{group} holds no metrics", HERE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.DictWriter(opened, list(dict.fromkeys(column for row in rows for column in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+    rows.to_csv(path, index=False)
     return len(rows)
 
 
@@ -75,13 +92,11 @@ def one_key_apart(identities: Mapping[str, dict[str, Any]]) -> list[tuple[str, l
     found = []
     folded = {name: _folded(identity) for name, identity in identities.items()}
     for key in sorted({key for values in folded.values() for key in values}):
-        alike = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for name, values in folded.items():
-            rest = sorted((other, str(value)) for other, value in values.items() if other != key)
-            alike[tuple(rest)].append((name, str(values.get(key))))
-        for runs in alike.values():
-            if len({value for _, value in runs}) > 1:
-                names = [name for name, _ in runs]
+            alike[tuple(sorted((other, str(value)) for other, value in values.items() if other != key))].append(name)
+        for names in alike.values():
+            if len({str(folded[name].get(key)) for name in names}) > 1:
                 leaves = {leaf for name in names for leaf in differences(identities[names[0]], identities[name])}
                 found.append((leaves.pop() if len(leaves) == 1 else key, names))
     return found
@@ -97,15 +112,3 @@ def _folded(identity: Mapping[str, Any]) -> dict[str, Any]:
         else:
             values[key] = value
     return values
-
-
-def _row(run: Path, age: float) -> tuple[str, ...]:
-    summary: dict[str, Any] = {"status": "unfinished"}
-    if (run / SUMMARY).exists():
-        summary = read_object(run / SUMMARY)
-    elif (run / METRICS).exists():
-        last = (read_jsonl(run / METRICS) or [{"step": 0}])[-1]
-        summary |= {"steps": last["step"], "train_loss_nats": last.get("train/loss_nats")}
-    figures = [summary.get(key) for key in ("train_loss_nats", "tokens_per_second", "peak_memory_bytes")]
-    shown = [show(figures[0], ".4f"), show(figures[1], ",.0f"), show(figures[2], ".2f", GIB)]
-    return run.name, summary["status"], str(summary.get("steps", 0)), *shown, duration(age)

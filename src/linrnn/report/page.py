@@ -11,7 +11,6 @@ from markupsafe import Markup, escape
 
 from linrnn.core.tables import Table
 
-TEMPLATE = "page.html.jinja"
 _MARKS = (  # the marks that the sentences of a report use
     (re.compile(r"\*\*(.+?)\*\*"), r"<strong>\1</strong>"),
     (re.compile(r"\*(\w[^*]*?)\*"), r"<em>\1</em>"),
@@ -43,9 +42,9 @@ class Section:
     folded: bool = False
 
 
-def folded(title: str, *blocks: Block | None) -> Section:
-    """A folded section of those blocks that are not empty."""
-    return Section(title, [block for block in blocks if block], folded=True)
+def folded(title: str, *blocks: Block) -> Section:
+    """A section whose blocks are hidden until a click on its heading."""
+    return Section(title, blocks, folded=True)
 
 
 def to_markdown(title: str, sections: Sequence[Section]) -> str:
@@ -80,15 +79,12 @@ def to_html(title: str, sections: Sequence[Section], source: str, again: str) ->
         again: the command that makes the page again.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     filters = {"inline": inline, "picture": data_uri, "title_of": title_of, "slug": slug}
     environment.filters |= filters | {"kind": lambda block: type(block).__name__}
-    return environment.get_template(TEMPLATE).render(title=title, sections=sections, source=source, again=again)
+    template = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8"))
+    return template.render(title=title, sections=sections, source=source, again=again)
 
 
 def inline(text: str) -> Markup:

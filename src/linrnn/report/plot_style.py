@@ -2,11 +2,12 @@
 
 Each loss has one colour and one marker. The colours are Okabe and Ito's, which readers with any colour vision tell
 apart; `compiled`, the baseline, is grey. A loss with other options keeps its colour and marker, and gets another
-filling of the marker and another dash of the line. After six of them its colour is paler.
+filling of the marker and another dash of the line.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +62,8 @@ class Look:
 
     colour: str
     marker: str
-    filling: str
-    dash: Any
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of pyplot's `plot` for a line with markers."""
-        return {**self.point, "linestyle": self.dash}
+    filling: str = "full"
+    dash: Any = "-"
 
     @property
     def point(self) -> dict[str, Any]:
@@ -80,23 +76,13 @@ class Look:
 def looks(labels: Iterable[str]) -> dict[str, Look]:
     """A look for each label. A label is a loss's name, followed by its options."""
     labels = list(dict.fromkeys(labels))
-    seen: dict[str, list[str]] = {}
-    for label in labels:
-        seen.setdefault(loss_of(label), []).append(label)
-    found = {}
-    for loss, variants in seen.items():
-        colour, marker, _ = LOSSES.get(loss, OTHER)
-        # The loss without options gets the filled marker, whatever the order of the labels.
-        for i, label in enumerate(sorted(variants, key=lambda label: label != loss)):
-            cycle, place = divmod(i, len(FILLINGS))
-            found[label] = Look(_paler(colour, cycle), marker, FILLINGS[place], DASHES[place])
+    found, seen = {}, Counter[str]()
+    for label in sorted(labels, key=lambda label: label != loss_of(label)):  # without options: the filled marker
+        colour, marker, _ = LOSSES.get(loss_of(label), OTHER)
+        place = seen[loss_of(label)] % len(FILLINGS)
+        seen[loss_of(label)] += 1
+        found[label] = Look(colour, marker, FILLINGS[place], DASHES[place])
     return {label: found[label] for label in labels}
-
-
-def _paler(colour: str, times: int) -> str:
-    """A colour, each time halfway nearer to white."""
-    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{255 - (255 - part) // 2**times:02X}" for part in parts)
 
 
 def loss_of(label: str) -> str:
@@ -109,14 +95,8 @@ def in_words(label: str) -> str:
     loss, _, options = label.partition(" ")
     words = LOSSES.get(loss, OTHER)[2]
     told = f"{loss} ({words})" if words and words.lower() != loss else loss
-    options = re.sub(r"filter_eps=(\S+)", lambda eps: f"filter_eps={power(float(eps[1]))}", options)
+    options = re.sub(r"filter_eps=(\S+)", lambda eps: f"filter_eps=2^{math.log2(float(eps[1])):.3g}", options)
     return f"{told} {options}".strip()
-
-
-def power(value: float) -> str:
-    """`value` as 2^k if that is exact, else as a decimal."""
-    exponent = math.log2(value)
-    return f"2^{exponent:g}" if exponent.is_integer() else f"{value:g}"
 
 
 def subplots(*arguments: Any, **options: Any) -> Any:
@@ -146,7 +126,7 @@ def save(figure: Any, path: Path) -> Path:
 
 
 def legend_below(figure: Any, lines: Mapping[str, Any], note: str = "") -> None:
-    """Put one legend for all panels below them, and a note below the legend. Leaves room for both and for the title."""
+    """One legend for all panels below them, and a note below the legend, with room for both and for the title."""
     width, height = figure.get_size_inches()
     columns = max(min(len(lines), int(width * 13 // (max(map(len, lines), default=1) + 6)), 6), 1)
     legend, below = 0.185 * -(-len(lines) // columns) + 0.08, 0.17 * len(note.splitlines()) + 0.05 * bool(note)

@@ -1,6 +1,5 @@
 """Read back what was measured: runs, the rows of reports, and largest batches."""
 
-import dataclasses
 import json
 import lzma
 import math
@@ -36,9 +35,9 @@ _HORIZON = re.compile(r"schedule\.steps=(\d+) ?")
 # COURSE, whether or not they reached their last step.
 COURSE = (
     *("model", "size", "batch_size", "accumulation_steps", "seq_len", "precision", "activation_checkpointing"),
-    *("chunk_size", "vocab_size", "parallel", "world_size", "training", "origin"),
+    *("chunk_size", "vocab_size", "parallel", "world_size", "training", "horizon"),
 )
-SETTING = (*COURSE, "data_fingerprint", "n_parameters", "memory_budget_gib", "steps", "horizon")
+SETTING = (*COURSE, "data_fingerprint", "n_parameters", "memory_budget_gib", "steps")
 # Names in metrics.jsonl and in the rows. Times are means over `measured_steps` steps in milliseconds. Rows have them
 # without their prefix `speed/`, rounded to TIME_DIGITS decimals.
 LOSS, STATISTIC, VALIDATION = "loss_nats", "loss/", "valid/perplexity"
@@ -56,14 +55,12 @@ class Run:
         curves: (step, value) of every logged step: LOSS, nats per token; TIMES; VALIDATION, perplexities; and the
             loss's own statistics, whose names begin with STATISTIC.
         mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
-        origin: a letter that tells its origin from others; empty where origins are not told apart.
     """
 
     summary: dict[str, Any]
     environment: dict[str, Any]
     curves: dict[str, Curve] = field(default_factory=dict)
     mixture: tuple[str, ...] = ()
-    origin: str = ""
 
     @property
     def losses(self) -> Curve:
@@ -77,6 +74,11 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.summary["status"] == "finished"
+
+    @property
+    def usable(self) -> bool:
+        """Whether its figures may be compared with others."""
+        return self.finished and not self.mixture
 
     @property
     def on_gpu(self) -> bool:
@@ -96,12 +98,7 @@ class Run:
 
     def values(self, keys: Iterable[str]) -> tuple[Any, ...]:
         """The values of keys of a setting."""
-        own = {
-            **self.summary,
-            "horizon": self.horizon,
-            "origin": self.origin,
-            "training": without_horizon(self.summary["training"]),
-        }
+        own = {**self.summary, "horizon": self.horizon, "training": without_horizon(self.summary["training"])}
         return tuple(own.get(key) for key in keys)
 
     @property
@@ -117,7 +114,7 @@ class Run:
 
     @property
     def course(self) -> tuple[Any, ...]:
-        """The values, except for the horizon, that it shares with runs whose curves can be compared with its own."""
+        """The values that it shares with the runs whose curves can be compared with its own."""
         return self.values(COURSE)
 
 
@@ -131,35 +128,20 @@ def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
     return next((run.environment for run in runs if run.environment and not run.mixture), {})
 
 
-# --------------------------------------------------------------------------------------------------------- origins
-def origins_of(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs that started and are no mixture, by the code and the device that made them."""
-    found: list[list[Run]] = []
+def origin_warning(runs: Sequence[Run]) -> str:
+    """One line that names the runs of each code and device, if there are several; a mixture has a remark of its own."""
+    origins: list[list[Run]] = []
     for run in runs:
         if run.environment and not run.mixture:
-            same = next((own for own in found if not differing([own[0].environment, run.environment])), None)
-            found.append([run]) if same is None else same.append(run)
-    return found
-
-
-def origin_warning(runs: Sequence[Run]) -> str:
-    """One line that names the origins of runs, and how to see them apart; empty if all are of one."""
-    origins = origins_of(runs)
+            same = [own for own in origins if not differing([own[0].environment, run.environment])]
+            same[0].append(run) if same else origins.append([run])
     if len(origins) < 2:
         return ""
     told = []
     for letter, own in zip(ascii_uppercase, origins, strict=False):
         names = ", ".join(run.name for run in own[:NAMED]) + (f" and {len(own) - NAMED} more" if own[NAMED:] else "")
         told.append(f"{letter} (commit {commit_in_words(own[0].environment.get('git'), digits=9)}): {names}")
-    keys = differing(own[0].environment for own in origins)
-    how = "" if any(run.origin for run in runs) else ". origins=apart compares each with itself alone"
-    return f"the runs differ in {', '.join(keys)}. {'; '.join(told)}{how}"
-
-
-def apart(runs: Sequence[Run]) -> list[Run]:
-    """The runs with the letters of their origins. Runs of two origins are then of two settings."""
-    letters = {run.name: letter for letter, own in zip(ascii_uppercase, origins_of(runs), strict=False) for run in own}
-    return [dataclasses.replace(run, origin=letters.get(run.name, "")) for run in runs]
+    return f"the runs differ in {', '.join(differing(own[0].environment for own in origins))}. {'; '.join(told)}"
 
 
 # --------------------------------------------------------------------------------------------------- reading, writing
@@ -191,12 +173,22 @@ def read_runs(group: Path) -> list[Run]:
     directories = [path.parent for path in sorted(group.glob(f"*/{SUMMARY}"))]
     runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
     if not runs:
-        raise DataError(
-            f"{group} holds no run with a summary",
-            "name a group that was run here (results/<group>/<run_name>/), or a committed report as "
-            "summary=results/summaries/<name>",
-        )
+        remedy = "name a group that was run here (results/<group>/<run_name>/), or a report as summary=DIRECTORY"
+        raise DataError(f"{group} holds no run with a summary", remedy)
     return runs
+
+
+def _read(directory: Path) -> Run:
+    records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
+    environment = directory / ENVIRONMENT
+    made_with, mixture = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
+    curves: dict[str, Curve] = {}
+    kept = {"train/loss_nats": LOSS, VALIDATION: VALIDATION, **{f"speed/{name}": name for name in TIMES}}
+    for record in records:
+        for name, value in record.items():
+            if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
+                curves.setdefault(kept.get(name, name), []).append((record["step"], value))
+    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), made_with, curves, mixture)
 
 
 def read_committed(directory: Path) -> list[Run]:
@@ -206,12 +198,8 @@ def read_committed(directory: Path) -> list[Run]:
         DataError: it holds no report, or a damaged one.
     """
     path = directory / COMMITTED
-    if not path.exists() and any(directory.glob(f"*/{SUMMARY}")):
-        raise DataError(
-            f"summary={directory} holds runs, and no report",
-            f"use results_dir={directory.parent} group={directory.name} for a report on the runs",
-        )
-    content = read_object(path, ("runs", "environment", "steps"), "name a directory that scripts/report.py wrote")
+    remedy = "name a directory that scripts/report.py wrote, or use results_dir=… group=… for a report on runs"
+    content = read_object(path, ("runs", "environment", "steps"), remedy)
     mixtures, others = content.get("mixtures", {}), content.get("environments", {})
     runs = []
     for summary in content["runs"]:
@@ -232,12 +220,12 @@ def write_committed(runs: Sequence[Run], directory: Path) -> Path:
     value a line, for `xz -dc`.
     """
     shared = environment_of(runs)
-    others = {run.name: run.environment for run in runs if run.environment and differing([shared, run.environment])}
-    mixtures = {run.name: run.mixture for run in runs if run.mixture}
     content = {
         "environment": shared,
-        **({"environments": others} if others else {}),
-        **({"mixtures": mixtures} if mixtures else {}),
+        "environments": {
+            run.name: run.environment for run in runs if run.environment and differing([shared, run.environment])
+        },
+        "mixtures": {run.name: run.mixture for run in runs if run.mixture},
         "runs": [run.summary for run in runs],
     }
     steps = {
@@ -271,23 +259,10 @@ def _read_columns(columns: Mapping[str, Any]) -> Curve:
     return list(zip(columns["steps"], values, strict=True))
 
 
-def alike(a: Run, b: Run) -> bool:
-    """Whether two runs' curves can be compared: they differ only in loss, seed and the last step that they reached.
-
-    An unfinished run without a recorded horizon is assumed to have the other's.
-    """
-    horizons = {a.horizon, b.horizon} - {None}
-    return a.course == b.course and len(horizons) < 2
-
-
 def read_max_batches(group: Path) -> list[dict[str, Any]]:
-    """The answers of scripts/find_max_batch.py below a group."""
-    return [read_object(path, ("model", "size")) for path in sorted(group.glob("answers/*/max_batch.json"))]
-
-
-def read_list(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file of a report, such as MAX_BATCHES; empty if it has none."""
-    return read_json(path) if path.exists() else []
+    """The answers of scripts/find_max_batch.py below a group, or those of a report beside its rows."""
+    answers = [read_object(path, ("model", "size")) for path in sorted(group.glob("answers/*/max_batch.json"))]
+    return answers + (read_json(group / MAX_BATCHES) if (group / MAX_BATCHES).exists() else [])
 
 
 def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
@@ -303,14 +278,6 @@ def backend_names(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return names
 
 
-def _read(directory: Path) -> Run:
-    records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
-    environment = directory / ENVIRONMENT
-    made_with, mixture = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
-    curves: dict[str, Curve] = {}
-    kept = {"train/loss_nats": LOSS, VALIDATION: VALIDATION, **{f"speed/{name}": name for name in TIMES}}
-    for record in records:
-        for name, value in record.items():
-            if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
-                curves.setdefault(kept.get(name, name), []).append((record["step"], value))
-    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), made_with, curves, mixture)
+def named(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    """Each run with the name of its loss."""
+    return list(zip(runs, backend_names([run.summary for run in runs]), strict=True))

@@ -26,6 +26,14 @@ COMPARED = "compared"  # the word of a comparison without a target
 BASELINES = ("compiled", "standard")  # what losses are compared with, unless a target says otherwise
 TARGETS = "targets.json"  # beside the runs of a group
 _RULES = {"at_most": AT_MOST, "at_least": AT_LEAST, "within": WITHIN}
+# How results are reached.
+RULES = (
+    "A target is reached, or not reached, if the whole 90 % interval lies on that side of it; otherwise the result is "
+    "inconclusive. A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. "
+    "The interval is Student's of the mean; for ratios, of the geometric mean. *Within* means two one-sided tests of "
+    f"equivalence. Speeds and losses of fewer than {LEAST_PAIRS} pairs are inconclusive. Memory is the same in every "
+    "run: one pair is enough, and the interval is a range."
+)
 
 
 @dataclass(frozen=True)
@@ -85,20 +93,23 @@ def parse_target(entry: Mapping[str, Any]) -> Target:
     known = ("metric", *_RULES, "of", "words", "losses", "sizes", "pairs")
     if unknown := [key for key in entry if key not in known]:
         raise ConfigError(f"{said} has an unknown key {unknown[0]}", f"a target has {', '.join(known)}")
-    metric, rules = str(entry.get("metric")), [rule for rule in _RULES if rule in entry]
-    if metric not in METRICS:
-        near = difflib.get_close_matches(metric, METRICS, n=1, cutoff=0)[0]
-        raise ConfigError(f"{said} names no metric that runs have", f"nearest: {near}; all: {', '.join(METRICS)}")
+    rules = [rule for rule in _RULES if rule in entry]
     if len(rules) != 1 or not isinstance(bound := entry[rules[0]], int | float):
         raise ConfigError(f"{said} names no bound, or several", "give a number to one of at_most, at_least and within")
     lists = {key: _names(entry[key]) for key in ("of", "losses", "sizes") if key in entry}
+    _known(said, "metric", str(entry.get("metric")), METRICS)
     for loss in (*lists.get("of", ()), *lists.get("losses", ())):
-        if (name := loss.lstrip("-").split()[0]) not in loss_names():
-            near = difflib.get_close_matches(name, loss_names(), n=1, cutoff=0)[0]
-            raise ConfigError(f"{said}: there is no loss {name}", f"nearest: {near}; all: {', '.join(loss_names())}")
+        _known(said, "loss", loss.lstrip("-").split()[0], loss_names())
     if not isinstance(pairs := entry.get("pairs", LEAST_PAIRS), int) or pairs < 2:
         raise ConfigError(f"{said}: pairs={pairs} gives no interval", f"use 2 or more; {LEAST_PAIRS} is the default")
-    return Target(METRICS[metric], _RULES[rules[0]], bound, words=str(entry.get("words", "")), pairs=pairs, **lists)
+    metric, words = METRICS[entry["metric"]], str(entry.get("words", ""))
+    return Target(metric, _RULES[rules[0]], bound, words=words, pairs=pairs, **lists)
+
+
+def _known(said: str, what: str, name: str, names: Sequence[str] | Mapping[str, Any]) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+        raise ConfigError(f"{said}: there is no {what} {name}", f"nearest: {near}; all: {', '.join(names)}")
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -174,13 +185,3 @@ def judge(
     count = f"n = {found.n}, needs {target.pairs}" if few and target.rule else ""
     words = "; ".join(filter(None, [count, *doubts, remark]))
     return Verdict(*names, found.value, found.low, found.high, found.n, word, setting, words)
-
-
-# How results are reached.
-RULES = (
-    "A target is reached, or not reached, if the whole 90 % interval lies on that side of it; otherwise the result is "
-    "inconclusive. A pair is a run and the baseline's run of the same seed. The value is the median over the pairs. "
-    "The interval is Student's of the mean; for ratios, of the geometric mean. *Within* means two one-sided tests of "
-    f"equivalence. Speeds and losses of fewer than {LEAST_PAIRS} pairs are inconclusive. Memory is the same in every "
-    "run: one pair is enough, and the interval is a range."
-)

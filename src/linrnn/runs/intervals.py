@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median, stdev
+from statistics import fmean, median, stdev
 
 CONFIDENCE = 0.90  # two-sided; each of the two one-sided tests of an equivalence is then at 5 %
 LEAST_PAIRS = 5  # fewer pairs of speeds or losses decide nothing
@@ -54,17 +54,6 @@ def extent(values: Sequence[float]) -> Estimate:
     """Median and range of values that do not vary by chance, such as bytes."""
     several = len(values) > 1
     return Estimate(len(values), median(values), min(values) if several else None, max(values) if several else None)
-
-
-def pairs_for(differences: Sequence[float], half_width: float) -> int:
-    """About how many pairs give an interval of that half width, if they scatter as these differences do.
-
-    Args:
-        differences: one per pair, at least two.
-        half_width: in their unit, of the 90 % interval.
-    """
-    critical = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    return max(2, math.ceil((critical * stdev(differences) / half_width) ** 2))
 
 
 def answer(low: float, high: float, rule: str, target: float) -> bool | None:
