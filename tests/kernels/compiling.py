@@ -11,8 +11,7 @@ import pytest
 import torch
 from cases import BF16, Case, draw
 from cce_kernels.row_math import Operands
-from cce_kernels.runtime.launch import PLAIN as UNSPECIALISED
-from cce_kernels.runtime.launch import SPECIALISED
+from cce_kernels.runtime.launch import kind_of
 from cce_kernels.runtime.tiles import SHORT, Row
 from cce_kernels.triton import hopper
 from triton.backends.compiler import GPUTarget
@@ -73,7 +72,7 @@ class Launch:
             if param.is_constexpr:
                 yield tile, param.name, x
             elif x is not None:
-                yield tile, param.name, (UNSPECIALISED if param.do_not_specialize else SPECIALISED)[type(x)](x)
+                yield tile, param.name, kind_of(x, param.do_not_specialize)
 
     def value(self, name: str) -> Any:
         """The argument of a parameter."""

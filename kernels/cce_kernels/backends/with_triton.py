@@ -13,7 +13,7 @@ from ..planner import Plan, Problem
 from ..runtime import ahead, program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
-from ..schemes.operands import prepare
+from ..schemes.stored_rows import prepare
 from ..triton.logits import find_targets, logits_at
 from ..triton.loss_sum import mean_gradient, reduce_loss
 from ..triton.row_coefficients import row_coefficients

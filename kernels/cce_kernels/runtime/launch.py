@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
-from torch.nn import Parameter
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -39,6 +38,7 @@ except ImportError:  # every launch then goes through Triton's launcher: slower,
 
 TRITONS = ("3.6.", "3.7.")  # versions with which `opened` and Hopper's own kernels have run on GPUs
 MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
+_NUMBERS = {int, float, bool, type(None)}
 
 
 class _Recording(threading.local):
@@ -46,6 +46,23 @@ class _Recording(threading.local):
 
 
 RECORDING = _Recording()  # the tape of this thread
+
+
+class Described:
+    """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit.
+
+    kind: all that a compiled kernel depends on. exact: all that a launch reads.
+    """
+
+    def describe(self, x: Tensor, rows: int, cols: int) -> None:
+        """Describe x for blocks of rows × cols. A block reads zeros beyond x, and writes nothing there."""
+        self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]
+        self.kind = x.dtype, rows, cols
+        self.exact = (x.data_ptr(), self.shape, self.strides, self.kind)
+
+
+class Descriptor(Described, TensorDescriptor):
+    __init__ = Described.describe  # type: ignore[assignment]
 
 
 class Quick:
@@ -56,13 +73,12 @@ class Quick:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+        self.kernel, params = kernel, kernel.params
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
-        params = kernel.params
         self._names = [p.name for p in params]
         self._constants = next((p.num for p in params if p.is_constexpr), len(params))
         assert all(p.is_constexpr for p in params[self._constants :]), f"{kernel.__name__}: constants come last"
-        self._readers = [PLAIN if p.do_not_specialize else SPECIALISED for p in params[: self._constants]]
+        self._plain = [p.do_not_specialize for p in params[: self._constants]]
         self._compiled: dict[tuple, CompiledKernel] = {}
         self._repeated: dict[tuple, Call] = {}
 
@@ -106,10 +122,8 @@ class Quick:
 
     def _find(self, device: int, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:
         """The compiled kernel for these arguments. The first time Triton compiles and launches it, and this is None."""
-        key = (
-            device, args[self._constants :], *options.items(),
-            *[readers[type(x)](x) for readers, x in zip(self._readers, args, strict=False)],  # not the constants
-        )  # fmt: skip
+        kinds = map(kind_of, args, self._plain)  # without the constants
+        key = device, args[self._constants :], *options.items(), *kinds
         known = self._compiled.get(key)
         if known is None:
             compiled = self.kernel[grid](*args, **options)
@@ -137,66 +151,23 @@ def watched() -> bool:
 def _exact(key: list[Any], args: tuple) -> tuple:
     """The parts of `key`, and everything that a launch reads of its arguments."""
     for x in args:
-        kind = type(x)
-        if kind in _NUMBERS:
+        if type(x) in _NUMBERS:
             key.append(x)
-        elif kind in _TENSORS:
+        elif isinstance(x, Tensor):
             key += (x.data_ptr(), x.dtype)
-        elif kind in EXACT:
-            key.append(x.exact)
         else:
-            key.append(_described(x))
+            key.append(x.exact if isinstance(x, Described) else x)
     return tuple(key)
 
 
-def _described(x: Any) -> Any:
-    """What a launch reads of an argument that is neither a number nor a plain tensor: mostly a TMA descriptor."""
+def kind_of(x: Any, plain: bool) -> Any:
+    """The part of an argument that Triton specialises on; plain: not on an integer's value, only on its width."""
+    if type(x) is int:
+        narrow = -(2**31) <= x < 2**31
+        return narrow if plain else (narrow, x == 1, x % 16 == 0)
     if isinstance(x, Tensor):
-        return x.data_ptr(), x.dtype
-    known = next((kind for kind in READERS if isinstance(x, kind)), None)
-    if known is None:  # a constant
-        return x
-    extra = [getattr(x, name, None) for name in ("padding", "layout", "round_f32_to_tf32")]
-    return x.base.data_ptr(), x.base.dtype, *x.shape, *x.strides, *x.block_shape, *extra
-
-
-_NUMBERS = {int, float, bool, type(None)}
-_TENSORS = {Tensor, Parameter}
-EXACT: set[type] = set()  # types of arguments that name all that a launch reads of them, in a tuple `exact`
-
-
-def _fits_32_bits(x: int) -> bool:
-    return -(2**31) <= x < 2**31
-
-
-def _specialised(x: int) -> tuple[bool, bool, bool]:
-    return -(2**31) <= x < 2**31, x == 1, x % 16 == 0
-
-
-class _Readers(dict[type, Callable[[Any], Any]]):
-    """Functions from an argument to the part of it that Triton specialises on, by the argument's type.
-
-    For a tensor: the dtype, and whether the pointer is 16-byte aligned. For an integer: whether it fits 32 bits. An
-    integer that the kernel is specialised on adds whether it is 1, and whether it is a multiple of 16.
-    """
-
-    def __init__(self, specialised: bool) -> None:
-        super().__init__({int: _specialised if specialised else _fits_32_bits, float: type, type(None): type})
-
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        for known, reader in READERS.items():
-            if issubclass(kind, known):
-                self[kind] = reader
-                return reader
-        raise TypeError(f"cce_kernels: a kernel got an argument of type {kind.__name__}; add a reader to READERS")
-
-
-# These types also serve their subclasses. hopper_kernels.py adds Gluon's descriptors.
-READERS: dict[type, Callable[[Any], Any]] = {
-    Tensor: lambda x: (x.dtype, x.data_ptr() % 16 == 0),
-    TensorDescriptor: lambda x: (x.base.dtype, *x.block_shape),
-}
-SPECIALISED, PLAIN = _Readers(True), _Readers(False)
+        return x.dtype, x.data_ptr() % 16 == 0
+    return x.kind if isinstance(x, Described) else type(x)
 
 
 # --------------------------------------------------------------------------------------------------- repeated launches
@@ -267,9 +238,8 @@ def _inside(launch: Callable[..., None]) -> tuple[Callable[..., None], set[int],
     if not inspect.isfunction(launch):  # the driver's launch itself: the kernel has no descriptors
         return launch, set(), []
     inside = inspect.getclosurevars(launch).nonlocals  # Triton's loop over descriptors, around the driver's launch
-    if not {"launcher", "tensordesc_indices", "tensordesc_meta"} <= inside.keys():
-        return None
-    return inside["launcher"], inside["tensordesc_indices"], inside["tensordesc_meta"]
+    found = [inside.get(name) for name in ("launcher", "tensordesc_indices", "tensordesc_meta")]
+    return None if None in found else (found[0], found[1], found[2])
 
 
 def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open, list[Tensor]] | None:
@@ -278,18 +248,16 @@ def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open
     At each launch Triton encodes every TMA descriptor anew, and asks CUDA about every pointer. That takes 10 to 30 µs
     for each descriptor. But a training step mostly repeats the launches of the step before, with the same addresses,
     because torch's allocator hands out the same memory. So a launch is expanded once, into numbers that stay right as
-    long as sizes and dtypes are the same; `Open.at` adds the addresses.
+    long as shapes, strides, dtypes and the 16-byte alignment of the addresses are the same.
 
-    None where only Triton's launcher serves it. The launch stays right as long as the shapes, strides and dtypes of all
-    arguments are the same, and the 16-byte alignment of the addresses.
+    None where only Triton's launcher serves it.
     """
     run = compiled.run
     if CudaLauncher is None or type(run) is not CudaLauncher or not known_version():
         return None
-    if run.global_scratch_size or run.profile_scratch_size:  # Triton allocates this memory anew for every launch
-        return None
     inside = _inside(run.launch)
-    if inside is None:
+    # Triton allocates scratch memory anew for every launch.
+    if inside is None or run.global_scratch_size or run.profile_scratch_size:
         return None
     launch, described, metas = inside[0], inside[1], iter(inside[2])
     values: list[Any] = []
@@ -314,12 +282,8 @@ def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open
         else:
             values.append(x)
     first = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-    nothing = None, None, None  # launch metadata and two hooks
     nested = hasattr(run, "arg_annotations")  # 3.7
-    head: tuple
+    head: tuple = (*first, None, None, compiled.packed_metadata, None, None, None)
     if nested:
-        scratch = None, None
-        head = (*first, compiled.packed_metadata, *nothing, *scratch, run.arg_annotations, run.kernel_signature)
-    else:
-        head = (*first, None, None, compiled.packed_metadata, *nothing)
+        head = (*first, compiled.packed_metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
     return Open(launch, grid, head, nested, tuple(values), tuple(spots)), tensors

@@ -19,11 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .devices import IN_INTERPRETER, REHEARSAL, Device, properties, target
 from .interpreter import INTERPRETED, mend
-from .launch import EXACT
 
 if INTERPRETED:
     mend()
@@ -209,25 +207,6 @@ def aligned(x: Tensor) -> Tensor:
         return x
     (rows, dim), line = x.shape, line_of(x.dtype)
     return x.new_empty(rows, cdiv(dim, line) * line)[:, :dim].copy_(x)
-
-
-class Descriptor(TensorDescriptor):
-    """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit.
-
-    exact: all that a launch reads of the descriptor, see `launch.EXACT`.
-    """
-
-    def __init__(self, x: Tensor, rows: int, cols: int) -> None:
-        self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]  # type: ignore
-        self.exact = (x.data_ptr(), x.dtype, self.shape, self.strides, rows, cols)
-
-
-EXACT.add(Descriptor)
-
-
-def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """TMA descriptor of x for blocks of rows × cols. A block reads zeros beyond x, and writes nothing there."""
-    return Descriptor(x, rows, cols)
 
 
 def device_of(x: Tensor) -> Device:

@@ -1,16 +1,18 @@
-"""The rows of the three products: e times the rows' factors before dC's product, and what finishes dE after its own.
+"""Rows of operands: copied where TMA needs it, times their factors before dC's product; and what finishes dE.
 
 Cost: each kernel reads and writes a few N × D numbers.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..runtime.devices import without_values
 from ..runtime.launch import quick
-from ..runtime.tiles import by_eights, cdiv, in_eights, power_of_2
+from ..runtime.tiles import aligned, by_eights, cdiv, fits_tma, in_eights, line_of, power_of_2
 from ..triton.kahan import read_sum, write_sum
 from ..triton.targets.gradient import targets_of_rows
 from ..triton.targets.live_rows import Live
@@ -22,7 +24,7 @@ ROWS = 16  # of a program
 @triton.jit(do_not_specialize=["N"])
 def scaled_rows_kernel(
     x_ptr,  # (N, D), rows x_stride apart
-    factor_ptr,  # (N,) fp32
+    factor_ptr,  # (N,) fp32; None for ones
     live_ptr,  # (N,) int64 or None: the row of x and factor at each position of out (live_rows.py)
     count_ptr,  # () int32, given with live_ptr: how many positions count; the others get 0
     out_ptr,  # (N, D), rows out_stride apart, written
@@ -34,7 +36,7 @@ def scaled_rows_kernel(
     BLOCK_D: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
 ):
-    """out_i = factor_i · x_i."""
+    """out_i = factor_i · x_i, rounded to out's dtype."""
     D, x_stride, out_stride = by_eights(D, EIGHTS), by_eights(x_stride, EIGHTS), by_eights(out_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -44,11 +46,34 @@ def scaled_rows_kernel(
     if live_ptr is not None:
         of_rows = tl.load(live_ptr + rows, mask=rows < N, other=0)
         live &= rows < tl.load(count_ptr)
-    factor = tl.load(factor_ptr + of_rows, mask=live, other=0.0)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + of_rows, mask=live, other=0.0)
     x_mask = live[:, None] & (dims < D)[None, :]
     x = tl.load(x_ptr + of_rows.to(tl.int64)[:, None] * x_stride + dims[None, :], mask=x_mask, other=0.0)
-    out = x.to(tl.float32) * factor[:, None]
-    tl.store(out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :], out.to(x.dtype), mask=mask)
+    if factor_ptr is not None:
+        x = x.to(tl.float32) * factor[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + dims[None, :]
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _scale(x: Tensor, factor: Tensor | None, live: Live | None, out: Tensor) -> Tensor:
+    n_rows, dim = out.shape
+    block_d = min(256, power_of_2(dim))
+    scaled_rows_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
+        x, factor, None if live is None else live.rows, None if live is None else live.count, out,
+        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d, in_eights(dim, x.stride(0), out.stride(0)),
+    )  # fmt: skip
+    return out
+
+
+def prepare(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (R, K) itself if it has this dtype and `fits_tma`, else a copy that does."""
+    if x.dtype == dtype and fits_tma(x):
+        return x
+    if x.stride(1) != 1 or without_values(x):  # torch copies columns faster
+        return aligned(x.to(dtype))
+    (n_rows, dim), line = x.shape, line_of(dtype)
+    return _scale(x, None, None, x.new_empty(n_rows, cdiv(dim, line) * line, dtype=dtype)[:, :dim])
 
 
 def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None, live: Live | None) -> Tensor:
@@ -58,14 +83,7 @@ def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None, live: Live | Non
 
     home: memory for the result, see `rows_like`.
     """
-    n_rows, dim = x.shape if live is None else (live.rows.shape[0], x.shape[1])
-    out = rows_like(x, n_rows, home)
-    block_d = min(256, power_of_2(dim))
-    scaled_rows_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
-        x, factor, None if live is None else live.rows, None if live is None else live.count, out,
-        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d, in_eights(dim, x.stride(0), out.stride(0)),
-    )  # fmt: skip
-    return out
+    return _scale(x, factor, live, rows_like(x, len(x if live is None else live.rows), home))
 
 
 def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:

@@ -40,10 +40,10 @@ def exponentials(
 ) -> None:  # fmt: skip
     """Launch `hopper_exponentials_kernel`; the tensors are as for `logits.exponentials`."""
     (n_rows, dim), vocab = e.shape, c.shape[0]
-    t, descriptor = hopper_tiles(dim), kernels.descriptor
+    t, Descriptor = hopper_tiles(dim), kernels.Descriptor
     kernels.hopper_exponentials_kernel[(programs,)](
-        descriptor(e, t.rows // 2, t.inner), None if gathered is None else descriptor(gathered, t.rows // 2, t.inner),
-        descriptor(c, t.cols, t.inner), None if w is None else descriptor(w, t.rows // 2, t.cols // 2), columns,
+        Descriptor(e, t.rows // 2, t.inner), None if gathered is None else Descriptor(gathered, t.rows // 2, t.inner),
+        Descriptor(c, t.cols, t.inner), None if w is None else Descriptor(w, t.rows // 2, t.cols // 2), columns,
         z_target, *((None, None, None) if live is None else (live.rows, live.count, live.some)), sums, metrics,
         unread, n_rows, vocab, dim, splits, tiles_per_split, logit_scale,
         t.num_stages, GROUP, vocab % t.cols == 0, num_warps=t.num_warps, maxnreg=REGISTERS,
@@ -59,9 +59,9 @@ def gradient(
     pointers: columns, lse, a, b, active, eps and times of `gradient_kernel`. eps and times are None without a filter.
     """
     (n_rows, dim), width = e.shape, c.shape[0]
-    t, descriptor = hopper_tiles(dim), kernels.descriptor
+    t, Descriptor = hopper_tiles(dim), kernels.Descriptor
     kernels.hopper_gradient_kernel[(programs,)](
-        descriptor(e, t.rows // 2, t.inner), descriptor(c, t.cols, t.inner), descriptor(dz, t.rows // 2, t.cols // 2),
+        Descriptor(e, t.rows // 2, t.inner), Descriptor(c, t.cols, t.inner), Descriptor(dz, t.rows // 2, t.cols // 2),
         *pointers, n_rows, width, dim, first, splits, tiles_per_split, logit_scale, on_target, elsewhere,
         t.num_stages, GROUP, num_warps=t.num_warps, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper as hw
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..runtime.launch import EXACT, READERS, quick
+from ..runtime.launch import Described, quick
 from ..runtime.tiles import grouped
 from .epilogues import exponentials_of, gradient_of, tail_of
 
@@ -304,26 +304,14 @@ def _gradient(
     tma.store_wait(0)
 
 
-class Descriptor(TensorDescriptor):
-    """A TMA descriptor without Triton's checks; see runtime/tiles.py. The layout follows from dtype and block."""
+class Descriptor(Described, TensorDescriptor):
+    """A TMA descriptor with the shared-memory layout that the tensor cores read. It follows from dtype and block."""
 
     def __init__(self, x: Tensor, rows: int, cols: int) -> None:
-        self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]  # type: ignore
+        self.describe(x, rows, cols)
         self.layout = _swizzled(min(128, cols * x.itemsize))
-        self.exact = (x.data_ptr(), x.dtype, self.shape, self.strides, rows, cols)
-
-
-EXACT.add(Descriptor)
-
-
-def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """TMA descriptor of x for blocks of rows × cols, with the shared-memory layout that the tensor cores read."""
-    return Descriptor(x, rows, cols)
 
 
 @lru_cache
 def _swizzled(width: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=2)
-
-
-READERS[TensorDescriptor] = lambda x: (x.base.dtype, *x.block_shape, x.layout)

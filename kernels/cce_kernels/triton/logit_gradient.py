@@ -25,8 +25,8 @@ from torch import Tensor
 from ..filter.rule import Rule
 from ..options import Options
 from ..planner import most_splits
-from ..runtime.launch import quick
-from ..runtime.tiles import GROUP, cdiv, descriptor, gradient_tiles, grouped, hopper_tiles, multiprocessors
+from ..runtime.launch import Descriptor, quick
+from ..runtime.tiles import GROUP, cdiv, gradient_tiles, grouped, hopper_tiles, multiprocessors
 from . import hopper
 from .epilogues import gradient_of, tail_of
 from .logits import split_columns
@@ -104,33 +104,21 @@ def gradient_kernel(
             d = step % depth * BLOCK_D
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
             if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
-                left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
-                cols = col + tl.arange(0, HALF)
-                dz, p, is_target = gradient_of(
-                    left, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                    HAS_SOFTCAP, PRECISE, of_entropy, entropy,
-                )  # fmt: skip
-                if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
-                    if some_filtered:
-                        dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
-                        )
-                dz_desc.store([row, col], dz.to(dz_desc.dtype))
-                if dbias_ptr is not None:
-                    tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
-                cols += HALF
-                dz, p, is_target = gradient_of(
-                    right, cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
-                    HAS_SOFTCAP, PRECISE, of_entropy, entropy,
-                )  # fmt: skip
-                if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
-                    if some_filtered:
-                        dz, kept, dropped = _filter(
-                            dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
-                        )
-                dz_desc.store([row, col + HALF], dz.to(dz_desc.dtype))
-                if dbias_ptr is not None:
-                    tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
+                halves = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                for half in tl.static_range(2):
+                    cols = col + tl.arange(0, HALF) + half * HALF
+                    dz, p, is_target = gradient_of(
+                        halves[half], cols, column, lse, a, b, bias_ptr, W, logit_scale, softcap, on_target, elsewhere,
+                        HAS_SOFTCAP, PRECISE, of_entropy, entropy,
+                    )  # fmt: skip
+                    if eps_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike some_filtered)
+                        if some_filtered:
+                            dz, kept, dropped = _filter(
+                                dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, dropped, TAIL
+                            )
+                    dz_desc.store([row, col + half * HALF], dz.to(dz_desc.dtype))
+                    if dbias_ptr is not None:
+                        tl.store(dbias_ptr + row_tile.to(tl.int64) * W + cols, tl.sum(dz, axis=0), mask=cols < W)
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         if kept_ptr is not None:
             partial = split.to(tl.int64) * N + rows
@@ -228,9 +216,9 @@ def gradient_of_chunk(
         hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
         return None
     gradient_kernel[(programs,)](
-        descriptor(e, tiles.rows, tiles.inner),
-        descriptor(c_chunk, tiles.cols, tiles.inner),
-        descriptor(dz, tiles.rows, tiles.cols // 2),
+        Descriptor(e, tiles.rows, tiles.inner),
+        Descriptor(c_chunk, tiles.cols, tiles.inner),
+        Descriptor(dz, tiles.rows, tiles.cols // 2),
         bias_chunk, columns, lse, a, b, entropy, dbias, eps, rank, times, kept, dropped, active,
         n_rows, width, dim, first, n_head, splits, tiles_per_split, scale, float(o.softcap or 0),
         on_target, elsewhere,

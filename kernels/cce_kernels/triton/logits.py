@@ -38,12 +38,11 @@ from torch import Tensor
 from ..options import Options
 from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
-from ..runtime.launch import quick
+from ..runtime.launch import Descriptor, quick
 from ..runtime.tiles import (
     GROUP,
     by_eights,
     cdiv,
-    descriptor,
     grouped,
     hopper_tiles,
     in_eights,
@@ -183,20 +182,16 @@ def exponentials_kernel(
             d = step % depth * BLOCK_D
             acc = tl.dot(e_desc.load([row, d]), c_desc.load([col, d]).T, acc, input_precision="ieee")
             if step % depth == depth - 1:  # half a tile at a time takes fewer registers, and stages less for the store
-                left, right = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
-                cols = col + tl.arange(0, HALF)
-                w, total, z_total, highest, wz_total = exponentials_of(
-                    left, cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest, wz_total,
-                    APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
-                )  # fmt: skip
-                if w_desc is not None:
-                    w_desc.store([row, col], w.to(w_desc.dtype))
-                w, total, z_total, highest, wz_total = exponentials_of(
-                    right, cols + HALF, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total, highest,
-                    wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None, metrics_ptr is not None,
-                )  # fmt: skip
-                if w_desc is not None:
-                    w_desc.store([row, col + HALF], w.to(w_desc.dtype))
+                halves = tl.split(acc.reshape((BLOCK_N, 2, HALF)).permute(0, 2, 1))
+                for half in tl.static_range(2):
+                    cols = col + tl.arange(0, HALF) + half * HALF
+                    w, total, z_total, highest, wz_total = exponentials_of(
+                        halves[half], cols, column, z_target, bias_ptr, V, logit_scale, softcap, total, z_total,
+                        highest, wz_total, APART, HAS_SOFTCAP, EVEN_V, PRECISE, z_sum_ptr is not None,
+                        metrics_ptr is not None,
+                    )  # fmt: skip
+                    if w_desc is not None:
+                        w_desc.store([row, col + half * HALF], w.to(w_desc.dtype))
                 acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
         partial = split.to(tl.int64) * N + rows
         tl.store(sum_ptr + partial, total, mask=rows < N)
@@ -308,9 +303,9 @@ def exponentials(
         return Sums(sums, None, metrics)
     z_sums = torch.empty_like(sums) if with_z else None
     exponentials_kernel[(programs,)](
-        descriptor(e, tiles.rows, tiles.inner),
-        descriptor(c, tiles.cols, tiles.inner),
-        None if w is None else descriptor(w, tiles.rows, tiles.cols // 2),
+        Descriptor(e, tiles.rows, tiles.inner),
+        Descriptor(c, tiles.cols, tiles.inner),
+        None if w is None else Descriptor(w, tiles.rows, tiles.cols // 2),
         bias, columns, z_target, None if live is None else live.rows, None if live is None else live.count, sums,
         z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
         float(o.logit_scale), float(o.softcap or 0),

@@ -26,12 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.launch import quick
+from ..runtime.launch import Descriptor, quick
 from ..runtime.tiles import (
     GROUP,
     by_eights,
     cdiv,
-    descriptor,
     grouped,
     in_eights,
     launches_overlap,
@@ -185,16 +184,13 @@ def product_kernel(
             rows = tl.load(live_ptr + rows, mask=inside, other=0)
         offsets = (split.to(tl.int64) * split_rows + rows.to(tl.int64))[:, None] * COLS
         # Half a tile at a time takes fewer registers, and less shared memory to reorder the values for the stores.
-        left, right = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
+        halves = tl.split(acc.reshape((BLOCK_M, 2, HALF)).permute(0, 2, 1))
         for_rows = (factor_ptr, row_coefficient_ptr, columns_ptr, c_ptr, c_stride, left_ptr, right_ptr)
-        _store(
-            left, offsets, rows, inside, col, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
-            HALF, READ, KEEP, TARGETS,
-        )  # fmt: skip
-        _store(
-            right, offsets, rows, inside, col + HALF, out_ptr, lost_ptr, into_ptr, scale_ptr, times_ptr, COLS, for_rows,
-            HALF, READ, KEEP, TARGETS,
-        )  # fmt: skip
+        for half in tl.static_range(2):
+            _store(
+                halves[half], offsets, rows, inside, col + half * HALF, out_ptr, lost_ptr, into_ptr, scale_ptr,
+                times_ptr, COLS, for_rows, HALF, READ, KEEP, TARGETS,
+            )  # fmt: skip
     if OVERLAP and tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()  # this launch must not end before the one beside it: later launches wait for this one alone
 
@@ -310,8 +306,8 @@ def product(
     targets = 1 if terms is None or terms.coefficient.dim() == 1 else terms.coefficient.shape[1]
     units = cdiv(n_rows, tiles.rows) * cdiv(cols, tiles.cols) * splits
     product_kernel[(units,)](
-        descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
-        descriptor(b, tiles.inner, tiles.cols),
+        Descriptor(a, *((tiles.inner, tiles.rows) if transpose_a else (tiles.rows, tiles.inner))),
+        Descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, scale, times, active,
         *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS), 
         None if live is None or transpose_a else live.rows, None if live is None else live.count,

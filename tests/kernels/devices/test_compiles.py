@@ -134,7 +134,7 @@ DRAWN = "mean", "mean_logits", "rank", "head_operands", "seed", "columns_drawn",
 LAUNCHED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recomputed bf16": ((*HOPPERS, "columns", "row_coefficients", "peak", "product", "figures"), TRITONS),
     "recomputed bf16-everything": (TRITONS, HOPPERS),
-    "recomputed bf16-ones": (("copied", *TRITONS), HOPPERS),
+    "recomputed bf16-ones": (("scaled_rows", *TRITONS), HOPPERS),
     "recomputed fp32-filter": (TRITONS, HOPPERS),
     "stored bf16 512 plain": (("hopper_exponentials", "scaled_rows", "hidden", "target_order"), ("gradient",)),
     "stored fp32 2048 softcap": (("exponentials", "loss_sum", "mean_gradient"), HOPPERS),

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from cce_kernels.runtime import launch, program
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
@@ -69,7 +68,7 @@ X = torch.zeros(64)
 
 
 def descriptor(block=(16, 16), dtype=torch.float32):
-    return TensorDescriptor(torch.zeros(32, 32, dtype=dtype), [32, 32], [32, 1], list(block))
+    return launch.Descriptor(torch.zeros(32, 32, dtype=dtype), *block)
 
 
 PLAIN = {"x": X, "y": descriptor(), "n": 32, "width": 50, "scale": 0.5, "block": 64, "num_warps": 4}
@@ -202,7 +201,7 @@ Y = torch.zeros(32, 32)
 
 
 def call_short(kernel, x=X, y=Y, rows=32, n=5, scale=0.5):
-    kernel[(3,)](x, TensorDescriptor(y, [rows, 32], [32, 1], [16, 16]), n, scale, 64, num_warps=4)
+    kernel[(3,)](x, launch.Descriptor(y[:rows], 16, 16), n, scale, 64, num_warps=4)
 
 
 def test_a_repeated_launch_encodes_no_descriptor(launched):
