@@ -31,7 +31,7 @@ from .runtime.interpreter import INTERPRETED
 from .saved import GradientSums, Saved
 from .several_targets import Several
 
-# torch knows operators by name. A second copy of this package (a Hub kernel) must not replace these. A graph that
+# torch knows operators by name. A second copy of this package must not replace these. A graph that
 # torch.compile keeps on disk holds the plan of one backend, and must not be found by the other.
 NAMESPACE = str(__package__).replace(".", "_") + ("_interpreted" if INTERPRETED else "")
 NOT_TWICE = "cce_kernels: the loss has no second derivative; take its gradient without create_graph=True"
@@ -257,7 +257,7 @@ def _backward(
         lse = lse if saved.lse is None else saved.lse
         add_up = None if spread is None else partial(dist.all_reduce, group=spread.group)
         vocab = c.shape[0] if spread is None else spread.vocab
-        stats = None if x.stats is None else FilterStats(x.stats, backend.filter_figures, vocab, add_up)
+        stats = None if x.stats is None else FilterStats(x.stats, vocab, add_up)
         columns = saved.columns
         added = None
         if several is not None:

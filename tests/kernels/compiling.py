@@ -173,7 +173,6 @@ def launch_all(
         Options(**case.options),
     )
     bias = None if bias is None else bias.detach()
-    with_triton.target_columns(targets, -100, c.shape[0])
     columns, z_target = with_triton.find_targets(e, c, bias, targets, -100, options)
     if several is not None:
         with_triton.logits_at(e, c, bias, several.columns, options)
@@ -195,7 +194,7 @@ def launch_all(
         with_triton.mean_gradient(ones[0], counted)
         return
     with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
-    stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
+    stats = FilterStats(FilterStats.empty(e.device), c.shape[0])
     a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options, ones)
     with_triton.backward(Operands(e, c, bias, targets, ones, a, b), 512, options, dtypes, None, stats, added=added)
 
@@ -214,7 +213,7 @@ def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None
         lists = with_triton.select.Lists.of(state)
         for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
             x.zero_()
-    stats = FilterStats(FilterStats.empty(e.device), with_triton.filter_figures, c.shape[0])
+    stats = FilterStats(FilterStats.empty(e.device), c.shape[0])
     operands = Operands(e, c, None, targets, ones, ones, ones)
     with_triton.gather.backward(operands, state, 4096, o, (dtype, dtype), None, stats)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..accumulator import Accumulator, scratch_bytes
 from ..filter.rule import FilterStats, Rule, mean_logits
-from ..filter.rule import filter_figures as filter_figures
 from ..options import Options
 from ..planner import Plan, Problem
 from ..row_math import Operands, Rows, empty_metrics, where_it_counts

@@ -5,11 +5,11 @@ from torch import Tensor
 from .. import planner
 from ..filter import gather, select
 from ..filter.draw import mean_logits
-from ..filter.figures import filter_figures
 from ..filter.recomputed import backward
 from ..options import Options
 from ..parallel.combine import settle
 from ..planner import Plan, Problem
+from ..row_math import target_columns
 from ..runtime import ahead, program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
@@ -18,10 +18,9 @@ from ..triton.logits import find_targets, logits_at
 from ..triton.loss_sum import mean_gradient, reduce_loss
 from ..triton.row_coefficients import row_coefficients
 from ..triton.row_stats import forward
-from ..triton.targets.columns import target_columns
 
 __all__ = [
-    "ahead", "backward", "filter_figures", "find_targets", "forward", "gather", "logits_at", "mean_gradient",
+    "ahead", "backward", "find_targets", "forward", "gather", "logits_at", "mean_gradient",
     "mean_logits", "plan", "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle",
     "target_columns", "three_products",
 ]  # fmt: skip

@@ -50,30 +50,8 @@ COLUMNS = 8  # rows of dC of a program of gather_kernel; their lists are short
 SORTED = 512  # entries or columns of a program of by_column_kernel
 SCALED = 16  # rows of a program of head_operands_kernel
 
-KINDS = 64  # kinds of calls to remember. The number of rows is part of a kind, so ragged batches have many kinds.
-
-
-class Recent:
-    """Remembers the `size` things that were met last."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._met: dict[tuple[Any, ...], None] = {}
-
-    def __len__(self) -> int:
-        return len(self._met)
-
-    def meet(self, thing: tuple[Any, ...]) -> bool:
-        """Whether the thing is remembered. From now on it is, as the latest."""
-        known = thing in self._met
-        self._met.pop(thing, None)
-        self._met[thing] = None
-        if len(self._met) > self._size:
-            del self._met[next(iter(self._met))]
-        return known
-
-
-_launched = Recent(KINDS)  # kinds of calls that have launched the kernels of four_products.py
+MOST_KINDS = 1024  # of calls that are remembered
+_launched: set[tuple[Any, ...]] = set()  # kinds of calls that have launched the kernels of four_products.py
 
 
 @quick
@@ -287,7 +265,10 @@ def backward(
     estimate(active, 0)
     filtering = None
     kind = (e.device, e.shape, vocab, dtypes, main_grad_c is None, width, o)
-    if not _launched.meet(kind) or not void.is_zero():
+    if kind not in _launched or not void.is_zero():
+        if len(_launched) >= MOST_KINDS:
+            _launched.clear()
+        _launched.add(kind)
         if o.filter_mass is None:  # with filter_mass, void lists make the call exact
             kept, dropped = parts(e)
             filtering = Filter(rule, kept, dropped)

@@ -292,17 +292,14 @@ class FilterStats:
         lists were too short.
 
     Args:
-        figures: the backend's `filter_figures`.
         vocab: columns of the whole vocabulary.
         add_up: sums a tensor in place over the ranks that hold the shards of the vocabulary.
     """
 
     NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact")
 
-    def __init__(
-        self, values: Tensor, figures: Callable[..., None], vocab: int, add_up: Callable[[Tensor], Any] | None = None
-    ) -> None:
-        self.values, self._figures, self._vocab, self._add_up = values, figures, vocab, add_up
+    def __init__(self, values: Tensor, vocab: int, add_up: Callable[[Tensor], Any] | None = None) -> None:
+        self.values, self._vocab, self._add_up = values, vocab, add_up
 
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
@@ -328,25 +325,18 @@ class FilterStats:
         if self._add_up is not None:
             self._add_up(kept)
             self._add_up(dropped)
-        self._figures(self.values, kept, dropped, exact, counts, self._vocab)
+        exact = torch.ones((), dtype=torch.bool, device=kept.device) if exact is None else exact != 0
+        kept, dropped = torch.where(exact, self._vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
+        counted = counts != 0
+        n_rows = counted.sum().clamp(min=1)
+        mass = torch.where(counted, dropped, 0)
+        in_order = mass.sort().values
+        at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
+        shares = torch.where(counted, kept, 0).sum(dtype=torch.float64) / self._vocab, mass.sum(dtype=torch.float64)
+        figures = shares[0] / n_rows, shares[1] / n_rows, in_order.index_select(0, at)[0], in_order[-1], exact
+        self.values.copy_(torch.stack([x.float().reshape(()) for x in figures]))
 
     @classmethod
     def write_exact(cls, values: Tensor) -> None:
         """Fill in the report of a call that filters nothing: all entries kept, no mass dropped."""
         values.zero_()[:: len(cls.NAMES) - 1].fill_(1)  # entries_kept, the first, and exact, the last
-
-
-def filter_figures(
-    values: Tensor, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor, vocab: int
-) -> None:
-    """Write the figures of `FilterStats` to values (5,); the other arguments are those of `FilterStats.write`."""
-    exact = torch.ones((), dtype=torch.bool, device=values.device) if exact is None else exact != 0
-    kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
-    counted = counts != 0
-    n_rows = counted.sum().clamp(min=1)
-    mass = torch.where(counted, dropped, 0)
-    in_order = mass.sort().values
-    at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
-    shares = torch.where(counted, kept, 0).sum(dtype=torch.float64) / vocab, mass.sum(dtype=torch.float64)
-    figures = shares[0] / n_rows, shares[1] / n_rows, in_order.index_select(0, at)[0], in_order[-1], exact
-    values.copy_(torch.stack([x.float().reshape(()) for x in figures]))

@@ -238,7 +238,7 @@ def _inside(launch: Callable[..., None]) -> tuple[Callable[..., None], set[int],
     if not inspect.isfunction(launch):  # the driver's launch itself: the kernel has no descriptors
         return launch, set(), []
     inside = inspect.getclosurevars(launch).nonlocals  # Triton's loop over descriptors, around the driver's launch
-    found = [inside.get(name) for name in ("launcher", "tensordesc_indices", "tensordesc_meta")]
+    found: list[Any] = [inside.get(name) for name in ("launcher", "tensordesc_indices", "tensordesc_meta")]
     return None if None in found else (found[0], found[1], found[2])
 
 

@@ -52,7 +52,6 @@ from ..runtime.tiles import (
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of
 from .softcap import softcapped
-from .targets.columns import columns_of
 from .targets.live_rows import Live, gather
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
@@ -61,6 +60,16 @@ UNIT_COST = 64  # what the begin and end of a unit of work cost: this many dimen
 # target_logits_kernel: rows of a program, and what part of D it multiplies in one step, by bytes of a number. Few rows
 # and long steps, because a program waits for memory once a step.
 ROWS, INNER = 16, {2: 256, 4: 32}
+
+
+@triton.jit
+def columns_of(
+    targets_ptr, rows, stride, N, V, ignore_index, IGNORED: tl.constexpr, OUTSIDE: tl.constexpr
+):  # fmt: skip
+    """The target columns of `rows` from the targets (N,), stride apart: a column, IGNORED or OUTSIDE."""
+    target = tl.load(targets_ptr + rows.to(tl.int64) * stride, mask=rows < N, other=0)
+    column = tl.where((target >= 0) & (target < V), target, OUTSIDE)
+    return tl.where(target == ignore_index, IGNORED, column)
 
 
 @quick

@@ -169,7 +169,7 @@ def test_what_the_host_knows_of_the_lists_changes_nothing_else(monkeypatch, peak
         return real(*args, **kwargs)
 
     monkeypatch.setattr(gather, "gradients", spy)
-    monkeypatch.setattr(gather, "_launched", gather.Recent(gather.KINDS))
+    monkeypatch.setattr(gather, "_launched", set())
 
     def run(ahead: bool):
         launched.clear()

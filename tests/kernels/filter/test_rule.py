@@ -137,13 +137,3 @@ def test_lists_are_no_longer_than_their_places_can_say():
     problem = Problem(5_000_000, 64, 256_000, BF16, BF16, BF16, False, False, False)
     capacity = plan(problem, 132, Options(filter_eps=2.0**-10, workspace_mib=400_000)).capacity
     assert 2**30 < capacity < 2**31
-
-
-def test_what_was_met_longest_ago_is_forgotten_first():
-    """Which kinds of calls the filter has launched in full."""
-    pytest.importorskip("triton")
-    from cce_kernels.filter.gather import Recent
-
-    recent = Recent(2)
-    assert [recent.meet((x,)) for x in (1, 2, 1, 3, 1, 2)] == [False, False, True, False, True, False]
-    assert len(recent) == 2
