@@ -124,7 +124,7 @@ def setup() -> Rows:
             runs = [run.summary for run in runs_of(said["group"]) if run.finished]
             one, seeds = runs[0], len({run["seed"] for run in runs})
             sizes, vocabularies, tokens = [one["n_parameters"]], [one["vocab_size"]], one["batch_size"] * one["seq_len"]
-            length, repeats, gpu = f"{one['steps']:,}", f"{seeds} seeds", one["device"].split()[1]
+            length, repeats, gpu = f"{one['steps']:,}", f"{seeds} seed" + "s" * (seeds > 1), one["device"].split()[1]
         else:
             own = [row for row in rows_of(*said["steps"]) if (row.loss, row.size) == (BASELINE, said["size"])]
             sizes, vocabularies = [row.parameters for row in own], [row.v for row in own]
