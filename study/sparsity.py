@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reading import open_reading
 from linrnn.config.cli import run
-from linrnn.config.schema import ProfileSparsityConfig
+from linrnn.config.compose import add_command
+from linrnn.config.schema import MUST_BE_GIVEN, ReadingConfig, device, option
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.tables import Table
@@ -41,6 +42,19 @@ PAPER_EXPONENT = 12  # the CCE paper's threshold is 2^-12
 FIRST = {"1/32": 1 / 32, "1/8": 1 / 8}  # shares of the vocabulary
 ORDERS = ("mean probability", "logit of the mean hidden state", "frequency")
 _BLOCK_ENTRIES = 2**24  # entries of the softmax computed at a time
+
+
+@dataclass
+class Config(ReadingConfig):
+    """`python study/sparsity.py checkpoints=[results/default/RUN] [data=text data.path=…]`"""
+
+    checkpoints: list[str] = option(MUST_BE_GIVEN, "runs (their newest checkpoints) or single checkpoints", path="read")
+    max_tokens: int | None = option(100000, "tokens of the validation split to read; null: all", minimum=1)
+    output_dir: str = option("results/sparsity", "for sparsity.md, .json and .png, which are replaced", path="written")
+    device: str = device()
+
+
+add_command("profile_sparsity", Config)
 
 
 @dataclass
@@ -205,7 +219,7 @@ def in_words(name: str) -> str:
     return model_in_words(model, size) + (f", step {int(step[1])}" if step else "")
 
 
-def main(config: ProfileSparsityConfig) -> None:
+def main(config: Config) -> None:
     if not config.checkpoints:
         raise ConfigError("checkpoints=[] names no run", "name runs or checkpoints: checkpoints=[results/default/RUN]")
     profiles = []

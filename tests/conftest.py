@@ -187,7 +187,7 @@ def new_losses() -> Iterator[None]:
     for register, content in zip(registers, before, strict=True):
         register.clear()
         register.update(content)
-    compose.forget()
+    compose._composed.cache_clear()
 
 
 @pytest.fixture

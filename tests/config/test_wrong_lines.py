@@ -30,7 +30,7 @@ LINES = [
     ("train", "logger.wandb={mod:offline}", "logger.wandb.mod: there is no such key", "nearest: logger.wandb.mode"),
     ("train", "size.mixers.gla.heads=3", "there is no such key", "nearest: size.mixers.gla.num_heads"),
     ("train", "++data.more=1", "data.more: there is no such key", "data has: name, cache_dir"),
-    ("train", "seed.x=1", "seed.x: there is no such key, because seed is a single value", "write seed=1"),
+    ("train", "seed.x=1", "seed.x: there is no such key", "nearest: seed"),
     ("evaluate", "checkpont=x", "checkpont: there is no such key", "nearest: checkpoint"),
     ("find_max_batch", "probes=3", "probes: there is no such key", "max_probes=…, a key of this command"),
     ("run_sweep", "sweep=mve sweep.rank=2", "sweep.rank: there is no such key", "nearest: sweep.ranks"),
@@ -43,8 +43,8 @@ LINES = [
     ),
     ("train", "data=text data.path=x data.branching=3", "data.branching", "it is an option of data=markov; data has: "),
     ("train", "schedule=constant schedule.min_lr_ratio=1", "schedule.min_lr_ratio", "schedule=cosine, schedule=linear"),
-    ("train", "experiment=phase1 data=markov", "sets data.max_tokens, which data=markov does not", "another data"),
-    ("evaluate", "checkpoint=x loss.filter_eps=1", "a key of a group that is not chosen", "loss=NAME"),
+    ("train", "experiment=phase1 data=markov", "experiment/phase1.yaml: data.max_tokens", "another data"),
+    ("evaluate", "checkpoint=x loss.filter_eps=1", "a key of a group that is not chosen", "first choose loss=NAME"),
     # A value that must be given.
     ("train", "data=text", "data.path must be given", "add data.path=…"),
     ("export", "checkpoint=x", "output must be given", "add output=…"),
@@ -55,11 +55,11 @@ LINES = [
         "trainer.batch_size=two is not a whole number",
         "give trainer.batch_size a whole",
     ),
-    ("train", "trainer.max_steps=1e3", "trainer.max_steps=1e3 is not a whole number", "write trainer.max_steps=1000"),
+    ("train", "trainer.max_steps=1.5", "trainer.max_steps=1.5 is not a whole number", "give trainer.max_steps a whole"),
     ("train", "seed=", "seed= is not a whole number", "give seed a whole number"),
     ("train", "data.verify=maybe", "data.verify=maybe is not true or false", "true or false"),
     ("train", "logger.wandb.tags=a,b", "logger.wandb.tags is a list", "write a list as logger.wandb.tags=[a,b]"),
-    ("generate", "checkpoint=x prompt_tokens=[a]", "prompt_tokens=[a] is not a whole number", "a whole number"),
+    ("generate", "checkpoint=x prompt_tokens=[a]", "prompt_tokens=[a]: Value 'a' of type 'str'", "--help"),
     ("train", "seed=1,2", "seed=1,2: seed takes one value", "scripts/sweep.py"),
     # A value out of bounds.
     ("train", "trainer.seq_len=1", "trainer.seq_len=1 is below the minimum of 2", "use trainer.seq_len=2 or more"),
@@ -74,6 +74,7 @@ LINES = [
     ("train", "run_name=../../x", "is no plain name", "no dot at its start"),
     # What is no override, or more than one.
     ("train", "batch_size", "'batch_size' cannot be read", "key=value"),
+    ("evaluate", "/tmp", "'/tmp' cannot be read", "a path needs its key: KEY=/tmp"),
     ("train", "--model gla", "--model: there is no such option", "write model=gla"),
     ("train", "--batch-size=8", "--batch-size=8: there is no such option", "write trainer.batch_size=8"),
     ("train", "-m model=gla,kda", "-m: there is no such option", "scripts/sweep.py"),
@@ -84,6 +85,7 @@ LINES = [
     # What no configuration may do.
     ("train", "hydra.run.dir=/tmp/x", "Hydra's own keys", "scripts/sweep.py"),
     ("train", "+hydra.callbacks.x._target_=subprocess.Popen", "Hydra's own keys", "scripts/sweep.py"),
+    ("find_max_batch", "hydra/launcher=submitit_local", "Hydra's own keys are not for runs", "scripts/sweep.py"),
     ("train", "run_name=${oc.env:HOME}", "values are not computed", "without ${"),
 ]
 

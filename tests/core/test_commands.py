@@ -1,4 +1,4 @@
-"""`linrnn COMMAND`: the same as the scripts, with help, a version, completion, and an answer to a wrong name."""
+"""`linrnn COMMAND`: the same as the scripts, with help, a version, and an answer to a wrong name."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from linrnn.commands import COMMANDS
-from linrnn.config.manual import WIDTH, words_of
+from linrnn.config.manual import WIDTH
 from linrnn.core.output import as_started, python
 from linrnn.runs import environment
 
@@ -63,10 +63,3 @@ def test_every_printed_command_names_the_interpreter_in_one_way(tmp_path, monkey
     assert python() == "python", "its environment is active"
     monkeypatch.setattr(sys, "argv", ["linrnn sweep"])
     assert as_started(".venv/bin/python scripts/report.py group=x") == "linrnn report group=x"
-
-
-def test_the_shell_completes_groups_options_and_keys():
-    assert {"model=", "seed=", "trainer.batch_size="} <= set(words_of("train"))
-    assert {"loss=cce_kahan", "loss=standard"} <= set(words_of("train", "loss=cce"))
-    assert "jobs=" in words_of("run_sweep")
-    assert words_of("train", "seed=") == []

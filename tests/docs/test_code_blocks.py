@@ -76,7 +76,7 @@ def check_pytest(words: list[str]) -> None:
 def check_script(script: str, overrides: list[str]) -> None:
     """The script exists and accepts these overrides."""
     source = (ROOT / script).read_text(encoding="utf-8")
-    if script.startswith("benchmarks/"):  # adds its keys when it is imported
+    if script.startswith(("benchmarks/", "study/")):  # adds its keys when it is imported
         import_module(script.removesuffix(".py").replace("/", "."))
     overrides = [override for override in overrides if override != "--help"]
     if started := START.search(source):
@@ -99,8 +99,9 @@ def check_command(name: str, overrides: list[str]) -> None:
     if not command.makes_runs:
         load_config(overrides, command.config_name)
         return
-    own, _, runs = split_overrides(overrides, command.config_name)
+    own, runs = split_overrides(overrides, command.config_name)
     config = load_config(own, command.config_name)
+    runs = [override for override in runs if not override.startswith("hydra")]  # a sweep's launcher
     points = sweep_points(config.sweep, runs) if name == "sweep" else [runs]
     for point in {tuple(point) for point in (points[0], points[-1])}:  # test_grids.py composes all
         load_config(point)

@@ -104,7 +104,7 @@ def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, er
 def find(overrides: list[str], *own: str, say: Callable[[str], None] = print) -> Answer:
     """The command in this process."""
     overrides = [override for override in overrides if not override.startswith("trainer.max_steps")]
-    own_keys, _, runs = split_overrides([*overrides, *own], "find_max_batch")
+    own_keys, runs = split_overrides([*overrides, *own], "find_max_batch")
     return find_max_batch(load_config(own_keys, "find_max_batch"), runs, say)
 
 

@@ -30,9 +30,9 @@ def test_a_sweep_is_listed_run_and_not_run_again(small, command, tmp_path):
 
 def said_by_sweep(*overrides: str) -> list[str]:
     """The command's output. The command runs in this process; its points run in their own."""
-    own, launcher, runs = split_overrides(overrides, "run_sweep")
+    own, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []
-    sweep.run_sweep(load_config(own, "run_sweep"), runs, launcher, said.append)
+    sweep.run_sweep(load_config(own, "run_sweep"), runs, said.append)
     return said
 
 
@@ -53,11 +53,11 @@ def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(smal
         said_by_sweep(*points)
     stored = json.loads((tmp_path / "results" / "same_loss" / "targets.json").read_text())
     assert [target["metric"] for target in stored] == ["train_loss_nats", "curve_difference"]
-    own, launcher, runs = split_overrides(points, "run_sweep")
+    own, runs = split_overrides(points, "run_sweep")
     config = load_config(own, "run_sweep")
     config.sweep.targets = [{"metric": "train_los", "within": 0.01}]
     with pytest.raises(ConfigError, match="names no metric") as refused:
-        sweep.run_sweep(config, runs, launcher, print)
+        sweep.run_sweep(config, runs, print)
     assert "nearest: train_loss_nats" in refused.value.remedy
 
 

@@ -60,7 +60,7 @@ def test_refused(overrides, code, cause, remedy, command_here, small, tmp_path):
         ("../study/sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
         ("evaluate", "checkpoint=x split=train checkpoint=y", "checkpoint is given twice (x, y)", "keep one"),
         ("sweep", "sweep=mve loss=liger jobs=2 loss=fla,kahan", "loss is given twice (liger, fla,kahan)", "keep one"),
-        ("evaluate", "results/summaries", "results/summaries stands without its key", "checkpoint=results/summaries?"),
+        ("evaluate", "results/summaries", "'results/summaries' cannot be read", "KEY=results/summaries"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("../benchmarks/parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N benchmarks/parallel.py"),
         ("../benchmarks/steps", "roundes=3", "roundes: there is no such key", "nearest: rounds"),

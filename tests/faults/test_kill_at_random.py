@@ -156,8 +156,8 @@ def test_a_sweep_killed_at_random_moments(small, tmp_path, monkeypatch):
         assert killed.is_alive(), f"the sweep was over before it was killed: {log.read_text()}"
         killed.kill()
         killed.join()
-        own, launcher, runs = split_overrides(overrides, "run_sweep")
-        run_sweep(load_config(own, "run_sweep"), runs, launcher, print)
+        own, runs = split_overrides(overrides, "run_sweep")
+        run_sweep(load_config(own, "run_sweep"), runs, print)
         assert finals(tmp_path / "results" / group) == expected
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linrnn.config import load_config
-from linrnn.config.fla.names import fla_models
+from linrnn.config.fla import fla_models
 from linrnn.core.errors import LinrnnError
 from linrnn.models import build_model, cpu_ops
 from linrnn.models.architecture import MODELS, Architecture, resolve

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linrnn import costs
 from linrnn.config import compose, load_config, read_config, run_name, to_yaml
-from linrnn.config.fla.names import fla_models
+from linrnn.config.fla import fla_models
 from linrnn.config.naming import identity
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.costs.flops import forward_flops

@@ -85,11 +85,11 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: list[str]) -> None:
     find_max_batch(config, overrides, say)
 
 
-def sweep(config: RunSweepConfig, overrides: list[str], launcher: list[str]) -> None:
+def sweep(config: RunSweepConfig, overrides: list[str]) -> None:
     """Run many runs, each in its own process, and skip finished ones."""
     from linrnn.experiments.sweep import run_sweep
 
-    run_sweep(config, overrides, launcher, say)
+    run_sweep(config, overrides, say)
 
 
 def tune(config: TuneConfig, overrides: list[str]) -> None:

@@ -1,23 +1,22 @@
 """Turn command-line overrides into a typed, validated :class:`Config`.
 
-Hydra composes the chosen options, once for each choice. Single keys are then set in a copy. The names of options and
-keys are checked before, against the files and the composed configuration. So Hydra is asked for nothing that is not
-there, and fails only at a broken file. Hydra and OmegaConf are imported when something is composed: `--help` needs
-neither.
+The chosen options are put together once for each choice: each is a dataclass, with the values of its YAML file, and an
+experiment's values come last. Single keys are then set in a copy. Hydra reads the overrides. It and OmegaConf are
+imported when something is composed: `--help` needs neither.
 """
 
 import copy
 import dataclasses
+import difflib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_origin
 
 import yaml
 
-from linrnn.config.bounds import expand_home, validate
-from linrnn.config.fla.names import find_fla_model, settle_fla_model
-from linrnn.config.mistakes import bad_value, broken_file, nearest, unknown_key
+from linrnn.config.bounds import validate
+from linrnn.config.fla import find_fla_model, settle_fla_model
 from linrnn.config.overrides import check_overrides, check_text, key_of, read_value, written
 from linrnn.config.schema import (
     ABOUT,
@@ -51,7 +50,7 @@ def offer(group: str, values: Any, about: str) -> None:
     """
     SCHEMAS[group][values.name] = type(values)
     ABOUT[group, values.name] = about
-    forget()
+    _composed.cache_clear()
 
 
 def add_command(name: str, schema: type) -> None:
@@ -61,12 +60,6 @@ def add_command(name: str, schema: type) -> None:
         schema: a dataclass whose every field is an :func:`linrnn.config.schema.option`.
     """
     COMMANDS[name] = schema
-    forget()
-
-
-def forget() -> None:
-    """Forget what was composed. Needed after a change to the options that there are."""
-    _register.cache_clear()
     _composed.cache_clear()
 
 
@@ -85,15 +78,20 @@ def defaults_of_option(group: str, option: str) -> Any:
 
 def menu_of(config_name: str = "train") -> dict[str, str | None]:
     """The groups of a command and the default option of each; None if there is none."""
-    return _read_menu(CONFIG_DIR / f"{config_name}.yaml")
+    return options_in(CONFIG_DIR / f"{config_name}.yaml")
 
 
-@functools.lru_cache(maxsize=32)
-def _read_menu(path: Path) -> dict[str, str | None]:
-    if not path.exists():
-        return {}
-    defaults = yaml.safe_load(path.read_text(encoding="utf-8"))["defaults"]
-    return {group: option for entry in defaults if isinstance(entry, dict) for group, option in entry.items()}
+@functools.lru_cache(maxsize=64)
+def options_in(path: Path) -> dict[str, str | None]:
+    """The options that the defaults list of a YAML file chooses, by group."""
+    entries = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []) if path.exists() else []
+    return {key.split("/")[-1]: option for one in entries if isinstance(one, dict) for key, option in one.items()}
+
+
+def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
+    """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
+    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
+    return ranked[:count]
 
 
 def check_option(group: str, option: str, menu: dict[str, str | None]) -> None:
@@ -136,51 +134,40 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     return composed
 
 
-@functools.lru_cache(maxsize=512)  # Hydra takes 0.1 s; a report asks for the same three hundreds of times
+@functools.lru_cache(maxsize=512)  # a report asks for the same three hundreds of times
 def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> "DictConfig":
     """The command's configuration with these options of its groups.
 
     Raises:
         ConfigError: a file is broken, or an experiment sets a key that a chosen option does not have.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not (config_dir / f"{config_name}.yaml").exists():
-        composed = OmegaConf.structured(COMMANDS[config_name])
-        OmegaConf.set_struct(composed, True)
-        return composed
-    _register(config_dir)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
-            composed = compose(config_name, overrides=[*options])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise broken_file(error, options) from error
-    if "options" in (composed.get("model") or {}):
-        OmegaConf.set_struct(composed.model.options, False)  # FLA knows which keys there are
-    return composed
-
-
-@functools.cache
-def _register(config_dir: Path) -> None:
-    """Put every dataclass into Hydra's store: as an option, or as `schema/…` for the YAML file that names it."""
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance()
-    for name, command in COMMANDS.items():
-        store.store(group="schema", name=name, node=command, package="_global_")
-    for group, options in SCHEMAS.items():
-        for option, schema in options.items():
-            if option == "":
-                store.store(group="schema", name=group, node=schema, package="_group_")
-            elif (config_dir / group / f"{option}.yaml").exists():
-                store.store(group=f"schema/{group}", name=option, node=schema, package="_group_")
-            else:
-                store.store(group=group, name=option, node=defaults_of_option(group, option))
+    given = dict(option.split("=") for option in options)
+    experiment = config_dir / "experiment" / f"{given.pop('experiment', None)}.yaml"
+    config: Any = OmegaConf.structured(COMMANDS[config_name])
+    files = {}
+    for group, option in {**menu_of(config_name), **options_in(experiment), **given}.items():
+        if option is not None:
+            config[group] = OmegaConf.structured(defaults_of_option(group, option))
+            files[config_dir / group / f"{option}.yaml"] = group
+    for path, group in {**files, experiment: ""}.items():
+        try:
+            values: Any = OmegaConf.load(path) if path.exists() else {}
+            values.pop("defaults", None)
+            config.merge_with({group: values} if group else values)
+        except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+            key = getattr(error, "full_key", None)
+            what = f"{key}: {first_line(error)}" if key else " ".join(str(error).split())
+            remedy = "correct that line or the one before"
+            if key and not group:
+                remedy = f"choose another {key.split('.')[0]}, or run without experiment={path.stem}"
+            raise ConfigError(f"configs/{path.parent.name}/{path.name}: {what}", remedy) from error
+    OmegaConf.set_struct(config, True)
+    if "options" in (config.get("model") or {}):
+        OmegaConf.set_struct(config.model.options, False)  # FLA knows which keys there are
+    return config
 
 
 def _set(composed: "DictConfig", override: str) -> None:
@@ -193,31 +180,49 @@ def _set(composed: "DictConfig", override: str) -> None:
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
     key = key_of(override)
-    words = key.split(".")
-    node: Any = composed
-    owner: Any = None  # the schema that has the key; None below a free mapping
-    for depth, word in enumerate(words):
-        above = ".".join(words[:depth])
-        if node is None and above in SCHEMAS:
-            raise ConfigError(
-                f"{override}: a key of a group that is not chosen", f"choose an option of the group first: {above}=NAME"
-            )
-        if not isinstance(node, DictConfig):
-            cause = f"{key}: there is no such key, because {above} is a single value"
-            raise ConfigError(cause, f"write {above}={override.partition('=')[2]}")
-        if not OmegaConf.is_struct(node):
-            owner = None
-            break
-        if word not in node.keys():  # noqa: SIM118  a mandatory key is no member before it has a value
-            raise unknown_key(key, cast(dict[str, Any], OmegaConf.to_container(composed)))
-        owner, node = OmegaConf.get_type(node), None if OmegaConf.is_missing(node, word) else node[word]
-    value = read_value(override, kind_of(owner, words[-1]))
+    *above, leaf = key.split(".")
+    owner: Any = composed
+    for depth, word in enumerate(above):
+        if isinstance(owner, DictConfig) and OmegaConf.is_struct(owner):
+            owner = owner.get(word)
+            if owner is None and ".".join(above[: depth + 1]) in SCHEMAS:
+                raise ConfigError(f"{override}: a key of a group that is not chosen", f"first choose {word}=NAME")
+    free = isinstance(owner, DictConfig) and not OmegaConf.is_struct(owner)
+    if not free and (not isinstance(owner, DictConfig) or leaf not in owner.keys()):  # noqa: SIM118  also a missing one
+        raise _unknown_key(key, composed)
+    kind = None if free else kind_of(OmegaConf.get_type(owner), leaf)
+    value = read_value(override, kind)
     try:
         OmegaConf.update(composed, key, value, merge=True)
     except (ConfigKeyError, ConfigAttributeError) as error:  # in a value such as {mode:offline}
-        raise unknown_key(error.full_key or key, cast(dict[str, Any], OmegaConf.to_container(composed))) from error
+        raise _unknown_key(str(error.full_key or key), composed) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise bad_value(override, value, owner, error) from error
+        words = {int: "a whole number", float: "a number", bool: "true or false"}
+        if get_origin(kind) is list and not isinstance(value, list):
+            raise ConfigError(f"{override}: {key} is a list", f"put it in brackets: {key}=[{value}]") from error
+        if kind in words:
+            raise ConfigError(f"{override} is not {words[kind]}", f"give {key} {words[kind]}") from error
+        raise ConfigError(f"{override}: {first_line(error)}", "give it what --help describes") from error
+
+
+def _unknown_key(key: str, composed: "DictConfig") -> ConfigError:
+    """The error for a key that a composed configuration does not have, with the nearest keys that it has."""
+    from omegaconf import OmegaConf
+
+    valid = [name for name, _ in leaves(cast(dict[str, Any], OmegaConf.to_container(composed)))]
+    group, _, leaf = key.rpartition(".")
+    owners = [
+        f"{group}={option}"
+        for option, schema in SCHEMAS.get(group, {}).items()
+        if option and leaf in {field.name for field in dataclasses.fields(schema)}
+    ]
+    groups = [] if group else difflib.get_close_matches(key, [name.partition(".")[0] for name in valid], n=1)
+    likely = [*(f"{name}=…" for name in groups if name not in valid), *nearest(key, valid)]
+    siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
+    remedy = f"it is an option of {', '.join(owners)}" if owners else f"nearest: {', '.join(likely)}"
+    return ConfigError(
+        f"{key}: there is no such key", remedy + (f"; {group} has: {', '.join(siblings)}" if siblings else "")
+    )
 
 
 # ------------------------------------------------------------------------------------------ typed configurations
@@ -252,7 +257,6 @@ def to_config(composed: "DictConfig") -> Any:
         raise ConfigError(f"{error.full_key} must be given", f"add {error.full_key}=…") from error
     except OmegaConfBaseException as error:
         raise ConfigError(first_line(error), "give the key a value of the type that --help describes") from error
-    expand_home(config)
     validate(config)
     if isinstance(config, Config) and isinstance(config.model, FlaModelConfig):
         settle_fla_model(config.model)
@@ -302,27 +306,17 @@ def read_config(path: Path) -> Config:
         typed = OmegaConf.structured(Config)
         for group in (field.name for field in dataclasses.fields(Config) if field.name in SCHEMAS):
             schemas = SCHEMAS[group]
-            schema = schemas.get(raw[group].get("name", "default")) or schemas[""]
-            typed[group] = OmegaConf.structured(schema)
-        if (lacking := next(_lacking(typed, raw), None)) is not None:
-            raise ValueError(f"it lacks {lacking}")
-        return to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
+            typed[group] = OmegaConf.structured(schemas.get(raw[group].get("name", "default")) or schemas[""])
+        config = to_config(cast(DictConfig, OmegaConf.merge(typed, raw)))
+        given = dict(leaves(cast(dict[str, Any], OmegaConf.to_container(raw))))
+        if lacking := [key for key, _ in leaves(dataclasses.asdict(config)) if key not in given]:
+            raise ValueError(f"it lacks {lacking[0]}")  # its default may not be what the run had
+        return config
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path} cannot be read as a configuration ({first_line(error)})",
             "name the directory of a run or of one of its checkpoints, written by this version",
         ) from error
-
-
-def _lacking(typed: "DictConfig", raw: "DictConfig", prefix: str = "") -> Iterator[str]:
-    """The keys of a structured configuration that a file does not give. Their defaults may not be what the run had."""
-    from omegaconf import OmegaConf
-
-    for key in map(str, typed.keys()):  # a mandatory key is no member before it has a value
-        if key not in raw:
-            yield f"{prefix}{key}"
-        elif not OmegaConf.is_missing(typed, key) and dataclasses.is_dataclass(OmegaConf.get_type(typed[key])):
-            yield from _lacking(typed[key], raw[key], f"{prefix}{key}.")
 
 
 def to_yaml(config: Any) -> str:
@@ -336,7 +330,7 @@ def overrides_of(config: Config) -> list[str]:
     """The shortest list of overrides for which :func:`load_config` returns `config`."""
     menu = menu_of()
     values = dict(leaves(dataclasses.asdict(config)))
-    named = {field.name: values.get(f"{field.name}.name") for field in dataclasses.fields(Config) if field.name in menu}
+    named = {group: getattr(getattr(config, group, None), "name", None) for group in menu}
     chosen = [f"{group}={name}" for group, name in named.items() if name not in (None, menu[group])]
     defaults = values_under(chosen)
     return [*chosen, *(written(k, v) for k, v in values.items() if k not in defaults or v != defaults[k])]

@@ -2,14 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from linrnn.config.compose import options_of
-from linrnn.config.overrides import is_quoted, parse, unreadable_word, written
+from linrnn.config.overrides import is_quoted, parse, unreadable, written
 from linrnn.config.schema import SweepConfig
 from linrnn.core.errors import ConfigError
 
-HOW_TO_WRITE = "write overrides as key=value, group=option or key=a,b,c"
 FROM_COMMAND_LINE = "command_line"  # the sweep without grids of its own
 MAX_VALUES = 1000  # for one key
 
@@ -28,15 +26,19 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     Raises:
         ConfigError: an override cannot be read, or no point is left.
     """
-    chosen = dict(map(_choices, overrides))
+    chosen = dict(map(_values, overrides))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
         del chosen["experiment"]  # the sweep's own is dropped above; Hydra has no override that means "none"
     points: dict[tuple[str, ...], None] = {}
     for grid in sweep.grids:
-        axes = {key: [written(key, value) for value in values] for key, values in grid.items()}
-        crossed = itertools.product(*(axes | _fitting(grid, chosen)).values())
-        points |= {(*shared, *sorted(point, key=_groups_first)): None for point in crossed}
+        own = {key: [written(key, value) for value in values] for key, values in grid.items()}
+        groups = {key.split(".")[0] for key in grid if "." in key} & own.keys()
+        fitting = {
+            key: [one for one in values if key not in groups or one in own[key]] for key, values in chosen.items()
+        }
+        for point in itertools.product(*(own | fitting).values()):
+            points[*shared, *sorted(point, key=lambda override: "." in override.split("=", 1)[0])] = None
     if sweep.name == FROM_COMMAND_LINE and not any(len(values) > 1 for values in chosen.values()):
         names = ", ".join(name for name in options_of("sweep") if name != FROM_COMMAND_LINE)
         raise ConfigError(
@@ -51,7 +53,7 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     return [list(point) for point in points]
 
 
-def _choices(line: str) -> tuple[str, list[str]]:
+def _values(line: str) -> tuple[str, list[str]]:
     """The key of an override, and one override for each of its values. What Hydra cannot read is one value.
 
     Raises:
@@ -62,7 +64,7 @@ def _choices(line: str) -> tuple[str, list[str]]:
 
     key, equals, value = line.partition("=")
     if not equals:
-        raise unreadable_word(line, HOW_TO_WRITE)
+        raise unreadable(line)
     try:
         override = parse(line)
     except ConfigError as error:
@@ -81,17 +83,3 @@ def _choices(line: str) -> tuple[str, list[str]]:
     if len(values) > MAX_VALUES:
         raise ConfigError(f"{line}: more than {MAX_VALUES:,} values", f"write {key}=a,b,c")
     return key, [f"{key}={value}" for value in values]
-
-
-def _fitting(grid: dict[str, list[Any]], chosen: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The command line's choices that fit the grid.
-
-    If the grid sets keys below a group, it takes only those options of the group that it has itself.
-    """
-    roots = {key.split(".")[0] for key in grid if "." in key} & chosen.keys() & grid.keys()
-    own = {root: {written(root, value) for value in grid[root]} for root in roots}
-    return {key: [one for one in values if one in own.get(key, values)] for key, values in chosen.items()}
-
-
-def _groups_first(override: str) -> bool:
-    return "." in override.split("=", 1)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from linrnn.config import compose
-from linrnn.config.compose import check_option, defaults_of_option, menu_of, options_of
+from linrnn.config.compose import check_option, defaults_of_option, menu_of, options_in, options_of
 from linrnn.config.schema import ABOUT, COMMANDS, MUST_BE_GIVEN, ReadingConfig
 from linrnn.core.errors import EXIT_CODES
 from linrnn.core.output import as_started, is_program
@@ -26,16 +26,15 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
         ConfigError: there is no such option.
     """
     menu = menu_of(config_name)
-    chosen = dict(menu)
+    given = {}
     for argument in arguments:
         group, _, option = argument.partition("=")
         if group in menu:
             check_option(group, option, menu)
-            chosen[group] = None if option == "null" else option
-    if experiment := chosen.get("experiment"):
-        given = [argument.partition("=")[0] for argument in arguments]
-        chosen |= {group: option for group, option in _chosen_by(experiment).items() if group not in given}
-    lines = [description, "", f"usage: {_program()} [group=option …] [group.key=value …]", ""]
+            given[group] = None if option == "null" else option
+    of_experiment = options_in(compose.CONFIG_DIR / "experiment" / f"{given.get('experiment')}.yaml")
+    program = sys.argv[0] if is_program() else f"python {os.path.relpath(sys.argv[0])}"
+    lines = [description, "", f"usage: {program} [group=option …] [group.key=value …]", ""]
     groups = {*menu, *(["data"] if issubclass(COMMANDS[config_name], ReadingConfig) else [])}
     if groups:
         lines += ["groups:", *(f"  {group:<12} {' | '.join(options_of(group))}" for group in sorted(groups)), ""]
@@ -44,28 +43,19 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
         "",
         "keys, with their defaults (of the default options; group=option --help shows another's):",
     ]
-    options = [(group, option) for group, option in chosen.items() if option]
+    options = [(group, option) for group, option in {**menu, **of_experiment, **given}.items() if option]
     for title, text in [manual_of_command(config_name), *(manual_of(*option) for option in options)]:
         lines += ["", f"--- {title}", text]
     text = as_started("\n".join(lines).strip())
     return "\n".join(short for line in text.splitlines() for short in _fitted(line))
 
 
-def words_of(config_name: str, prefix: str = "") -> list[str]:
-    """What may follow `prefix` on a command line: `model=gla` and its like behind `model=`, else groups and keys."""
-    menu, (group, equals, _) = menu_of(config_name), prefix.partition("=")
-    if equals:
-        return [f"{group}={option}" for option in options_of(group)] if group in menu else []
-    defaults = [(group, defaults_of_option(group, option)) for group, option in menu.items() if option]
-    keys = [f"{group}.{field.name}=" for group, schema in defaults for field in dataclasses.fields(schema)]
-    own = [f"{field.name}=" for field in dataclasses.fields(COMMANDS[config_name]) if "meaning" in field.metadata]
-    return [*(f"{group}=" for group in menu), *own, *keys]
-
-
 def written_as(name: str) -> list[str]:
     """The groups and keys of runs that somebody means by the option `--name`."""
-    words = [word.removesuffix("=") for word in words_of("train")]
-    return [word for word in words if name == word] or [word for word in words if name == word.rpartition(".")[2]]
+    options = [(group, defaults_of_option(group, option)) for group, option in menu_of().items() if option]
+    keys = [f"{group}.{field.name}" for group, schema in options for field in dataclasses.fields(schema)]
+    own = [field.name for field in dataclasses.fields(COMMANDS["train"])]
+    return [name] if name in own else [key for key in keys if name == key.rpartition(".")[2]]
 
 
 def manual_of(group: str, option: str) -> tuple[str, str]:
@@ -81,7 +71,7 @@ def manual_of(group: str, option: str) -> tuple[str, str]:
     text, title = path.read_text(encoding="utf-8").rstrip(), f"configs/{group}/{path.name}"
     if group in ("experiment", "sweep"):
         return title, text
-    about = text.partition("\ndefaults:")[0]
+    about = text[: text.index("\nname:")].rstrip()
     return title, "\n".join([about, *_keys(defaults, yaml.safe_load(text))])
 
 
@@ -89,21 +79,8 @@ def manual_of_command(name: str) -> tuple[str, str]:
     """As :func:`manual_of`, for a command: its menu, if it has groups, then its own keys."""
     schema, path = COMMANDS[name], compose.CONFIG_DIR / f"{name}.yaml"
     menu = [path.read_text(encoding="utf-8").rstrip(), ""] if path.exists() else []
-    fields = [field for field in dataclasses.fields(schema) if "meaning" in field.metadata]  # the others are groups
-    keys = [line for field in fields for line in _key(field, _default(field))]
     title = f"configs/{path.name}" if menu else "keys of this command"
-    return title, "\n".join([*menu, *_comment(inspect.getdoc(schema) or ""), *keys])
-
-
-def _chosen_by(experiment: str) -> dict[str, str]:
-    """The options that an experiment chooses, by group."""
-    text = (compose.CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text).get("defaults", [])
-    return {key.split("/")[-1]: value for entry in entries if isinstance(entry, dict) for key, value in entry.items()}
-
-
-def _program() -> str:
-    return sys.argv[0] if is_program() else f"python {os.path.relpath(sys.argv[0])}"
+    return title, "\n".join([*menu, *_comment(inspect.getdoc(schema) or ""), *_keys(schema, {})])
 
 
 def _fitted(line: str) -> list[str]:
@@ -123,41 +100,28 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
-def _keys(defaults: Any, values: dict[str, Any]) -> Iterator[str]:
-    """The lines of all keys. `values` take the place of defaults."""
-    for field in dataclasses.fields(defaults):
-        value = values.get(field.name, getattr(defaults, field.name))
+def _keys(schema: Any, values: dict[str, Any]) -> Iterator[str]:
+    """The lines of all keys of a dataclass or an instance: values as in a YAML file, and their meanings beside them.
+
+    `values` take the place of defaults. A meaning stands above a value of several lines.
+    """
+    for field in dataclasses.fields(schema):
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        value = values.get(field.name, getattr(schema, field.name, made))
+        value = MUST_BE_GIVEN if value is dataclasses.MISSING else value
         if dataclasses.is_dataclass(value):
-            yield f"{field.name}:"
-            yield from (f"  {line}" for line in _keys(value, {}))
+            yield from [f"{field.name}:", *(f"  {line}" for line in _keys(value, {}))]
+        if "meaning" not in field.metadata:  # a group
+            continue
+        flow = None if isinstance(value, list | dict) and value else False  # YAML's own: the innermost in one line
+        shown = yaml.safe_dump(
+            {field.name: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=1000
+        ).strip()
+        low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+        bounds = f"; {low:g} to {high:g}" if None not in (low, high) else f"; ≥ {low:g}" if low is not None else ""
+        meaning = field.metadata["meaning"] + bounds
+        if "\n" in shown:
+            yield from [*_comment(meaning), *shown.splitlines()]
         else:
-            yield from _key(field, value)
-
-
-def _key(field: dataclasses.Field, value: Any) -> Iterator[str]:
-    """A key with its value as in a YAML file, and its meaning beside it, or above a value of several lines."""
-    flow = None if isinstance(value, list | dict) and value else False  # YAML's own choice: the innermost in one line
-    shown = yaml.safe_dump(
-        {field.name: value}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=1000
-    )
-    meaning = field.metadata["meaning"] + _bounds(field)
-    if "\n" in shown.strip():
-        yield from _comment(meaning)
-        yield from shown.strip().splitlines()
-        return
-    first, *more = textwrap.wrap(meaning, WIDTH - 32)  # nested keys are indented
-    yield f"{shown.strip():<27} # {first}"
-    yield from (f"{'':<27} # {line}" for line in more)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return MUST_BE_GIVEN if field.default is dataclasses.MISSING else field.default
-
-
-def _bounds(field: dataclasses.Field) -> str:
-    low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
-    if low is None or high is None:
-        return f"; ≥ {low:g}" if low is not None else f"; ≤ {high:g}" if high is not None else ""
-    return f"; {low:g} to {high:g}"
+            first, *more = textwrap.wrap(meaning, WIDTH - 32)  # nested keys are indented
+            yield from [f"{shown:<27} # {first}", *(f"{'':<27} # {line}" for line in more)]

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,13 @@ from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 # Operational keys, these and all of `logger`, say how a run is watched, stored and ended. They do not change what it
 # computes until its end. A resumed run may change them. They are no part of its name or identity; environment.json
 # records their values.
-OPERATIONAL = (
-    "trainer.max_steps",
-    "trainer.max_tokens",
-    "trainer.resume",
-    "trainer.log_every",
-    "trainer.valid_every",
-    "trainer.sample_every",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_minutes",
-    "trainer.keep_checkpoints",
-    "trainer.warmup_measurement_steps",
-    "trainer.kernel_choices",
-    "trainer.profile_steps",
-    "trainer.memory_snapshot",
-    "device",
-    "dry_run",
-    "gpu",
-    "gpu_price",
-    "group",
-    "run_name",
-    "results_dir",
-    "data.cache_dir",
-    "data.verify",
-    "parallel.timeout_seconds",
-    "parallel.blocks_together",
-    "parallel.keep_gathered",
-)
+OPERATIONAL = {
+    *("trainer.max_steps", "trainer.max_tokens", "trainer.resume", "trainer.log_every", "trainer.valid_every"),
+    *("trainer.sample_every", "trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
+    *("trainer.warmup_measurement_steps", "trainer.kernel_choices", "trainer.profile_steps", "trainer.memory_snapshot"),
+    *("device", "dry_run", "gpu", "gpu_price", "group", "run_name", "results_dir", "data.cache_dir", "data.verify"),
+    *("parallel.timeout_seconds", "parallel.blocks_together", "parallel.keep_gathered"),
+}
 # Where the data lies: part of a run's name, so that a sweep over texts has a directory for each. It is no part of the
 # identity: the data's fingerprint tells whether a run goes on with the text that it began with.
 _DATA = ("data.path", "data.sources", "data.valid_path", "data.tokenizer")
@@ -64,7 +43,6 @@ _SHORT = {
     "model.shared_projection_rank": "r",
     "model.config": "",
 }
-_AS_BEFORE = {("trainer.compile", "blocks"): "compile_blocks_True"}  # runs keep their names
 _MAX_LENGTH = 80
 
 
@@ -86,7 +64,8 @@ def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
     Raises:
         ConfigError: the run has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
     """
-    values = {key: value for key, value in _leaves(config) if not _is_operational(key)}
+    operational = settings(config)
+    values = {key: value for key, value in leaves(dataclasses.asdict(config)) if key not in operational}
     values |= paths(config)
     if values.get("data.sources"):
         del values["data.path"]
@@ -99,10 +78,16 @@ def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
     return values
 
 
+def settings(config: Config) -> dict[str, Any]:
+    """Every operational key with its value. Two processes of one run may differ in these."""
+    values = leaves(dataclasses.asdict(config))
+    return {key: value for key, value in values if key in OPERATIONAL or key.startswith("logger.")}
+
+
 def paths(config: Config) -> dict[str, Any]:
     """Every key that names what a run reads, with its path as :func:`resolved` gives it."""
     of_hub = {"data.tokenizer", "init_from", *(["data.path"] if isinstance(config.data, HubDataConfig) else [])}
-    values = dict(_leaves(config))
+    values = dict(leaves(dataclasses.asdict(config)))
     keys = [key for key in (*_DATA, "init_from", "continue_from") if key in values]
     return {key: resolved(values[key], of_hub=key in of_hub) for key in keys}
 
@@ -124,19 +109,6 @@ def resolved(path: Any, *, of_hub: bool = False) -> Any:
     return path if of_hub and not is_here and _ON_HUB.fullmatch(path) else os.path.realpath(path)
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """Every operational key with its value. Two processes of one run may differ in these."""
-    return {key: value for key, value in _leaves(config) if _is_operational(key)}
-
-
-def _leaves(config: Config) -> Iterator[tuple[str, Any]]:
-    return leaves(dataclasses.asdict(config))
-
-
-def _is_operational(key: str) -> bool:
-    return key in OPERATIONAL or key.startswith("logger.")
-
-
 def run_name(config: Config, world_size: int = 1) -> str:
     """`model-size-loss`, every choice that is not the default, and the seed.
 
@@ -147,24 +119,20 @@ def run_name(config: Config, world_size: int = 1) -> str:
         return config.run_name
     menu = menu_of()
     defaults = {**defaults_of(config), "schedule.name": menu["schedule"]}  # a word among the keys, not among the groups
-    values = choices(config, world_size)
+    named = {group: getattr(config, group).name for group in ("data", "optimizer", "parallel")}
     words = [
-        getattr(config, group).name
-        for group in ("data", "optimizer", "parallel")
-        if getattr(config, group).name != menu[group]
+        *(name for group, name in named.items() if name != menu[group]),
+        *(
+            f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
+            for key, value in choices(config, world_size).items()
+            if key != "seed" and defaults.get(key, "(absent)") != value
+        ),
     ]
-    for key, value in values.items():
-        if key != "seed" and defaults.get(key, "(absent)") != value:
-            words.append(
-                _AS_BEFORE.get((key, str(value))) or f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
-            )
-    stem = f"{config.model.name}-{config.size.name}-{config.loss.name}"
-    name = "-".join([stem, *words, f"s{config.seed}"])
-    digest = hashlib.sha256("-".join(words).encode()).hexdigest()[:8]
-    kept = list(words)
+    stem, seed = f"{config.model.name}-{config.size.name}-{config.loss.name}", f"s{config.seed}"
+    name, kept, digest = "-".join([stem, *words, seed]), list(words), _digest("-".join(words))
     while kept and len(name) > _MAX_LENGTH:
         kept.pop()
-        name = "-".join([stem, *kept, digest, f"s{config.seed}"])
+        name = "-".join([stem, *kept, digest, seed])
     return name
 
 
@@ -175,7 +143,6 @@ def defaults_of(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def _defaults(*options: str) -> dict[str, Any]:
-    """Every key with its default value, under these options of the groups."""
     values = values_under(options)
     if values[HORIZON] is None and values["schedule.name"] != CONSTANT:
         values[HORIZON] = values["trainer.max_steps"]
@@ -185,7 +152,11 @@ def _defaults(*options: str) -> dict[str, Any]:
 def _word(value: Any) -> str:
     """A value as part of a file name. A path shows its last part, and a hash of all of it."""
     if isinstance(value, str) and os.path.isabs(value):
-        return f"{_word(Path(value).name[:16])}_{hashlib.sha256(value.encode()).hexdigest()[:8]}"
+        return f"{_word(Path(value).name[:16])}_{_digest(value)}"
     text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     text = re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")
-    return text if len(text) <= 24 else hashlib.sha256(str(value).encode()).hexdigest()[:8]
+    return text if len(text) <= 24 else _digest(str(value))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

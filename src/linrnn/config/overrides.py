@@ -2,15 +2,15 @@
 
 A configuration may not run code, read the environment, or reach Hydra's own machinery. Configurations also come from
 other people's files: a run's config.yaml, or names of model and size in a summary. Values are therefore only values. A
-model, a loss or a data source is looked up by name in a registry. Nothing is imported or called by its name, and
-nothing is resolved. A sweep's settings for a cluster come only from the command line, and submitit checks them.
+model, a loss or a data source is looked up by name in a registry. Nothing is imported, called or resolved by its name.
 
-Hydra reads values as numbers, lists, mappings and functions. It cannot read a path such as `it's [mine], 50%`, and
-would turn `1e5` into 100000.0. The value of a key that holds a string is therefore taken as it stands.
+Hydra cannot read a path such as `it's [mine], 50%`, and would turn `1e5` into 100000.0. The value of a key that holds a
+string is therefore taken as it stands.
 """
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_origin
@@ -21,11 +21,8 @@ from linrnn.core.errors import ConfigError, first_line
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-HOW_TO_QUOTE = "quote each entry that is no plain word, and all of it for the shell: 'KEY=[\"a, b\",c]'"
-HOW_TO_WRITE = "write overrides as key=value or group=option"
 _KEY = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _OPTION = re.compile(r"(?!.*\.\.)[\w.-]*", re.ASCII)
-_RESOLVER = "${"
 _PATHS = {f"data.{field.name}" for field in dataclasses.fields(TextDataConfig) if "several" in field.metadata}
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 
@@ -36,9 +33,9 @@ def check_text(text: str) -> None:
     Raises:
         ConfigError: the text holds such a value.
     """
-    if _RESOLVER in text:
-        line = next(line.strip() for line in text.splitlines() if _RESOLVER in line)
-        raise ConfigError(f"{line}: values are not computed", "write the value itself, without ${")
+    for line in text.splitlines():
+        if "${" in line:
+            raise ConfigError(f"{line.strip()}: values are not computed", "write the value itself, without ${")
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
@@ -49,26 +46,27 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """
     for override in overrides:
         check_text(override)
-        prefixed, equals, value = override.partition("=")
-        key = prefixed.lstrip("+~")
-        if re.match(r"hydra\b", key):
+        key, equals, value = override.partition("=")
+        if re.match(r"[+~]*hydra\b", key):
             raise ConfigError(
                 f"{override}: Hydra's own keys are not for runs", "scripts/sweep.py takes hydra/launcher=…"
             )
-        if prefixed.startswith("~"):
-            raise ConfigError(
-                f"{override}: no key can be removed", f"leave it out, or write {key}=null where null is allowed"
-            )
-        if not equals or not _KEY.fullmatch(prefixed):
-            raise unreadable_word(override)
-        if key in {*SCHEMAS, "experiment"} and not _OPTION.fullmatch(value):
+        if key.startswith("~"):
+            remedy = f"leave it out, or write {key.lstrip('~')}=null where null is allowed"
+            raise ConfigError(f"{override}: no key can be removed", remedy)
+        if not equals or not _KEY.fullmatch(key):
+            raise unreadable(override)
+        if key.lstrip("+") in {*SCHEMAS, "experiment"} and not _OPTION.fullmatch(value):
             raise ConfigError(f"{override}: options are names", f"choose one by {key}=NAME; --help lists them")
 
 
-def unreadable_word(override: str, how_to_write: str = HOW_TO_WRITE) -> ConfigError:
+def unreadable(override: str) -> ConfigError:
     """The error for an override that is no `key=value`. A word without `=` may be the rest of a value with spaces."""
-    quotes = "" if "=" in override else "; a value with spaces needs quotes: 'key=two words'"
-    return ConfigError(f"{override!r} cannot be read", how_to_write + quotes)
+    remedy = "write overrides as key=value or group=option, in a sweep also key=a,b,c"
+    if "=" not in override:
+        remedy += "; a value with spaces needs quotes: 'key=two words'"
+        remedy = f"a path needs its key: KEY={override} (--help lists the keys)" if os.path.exists(override) else remedy
+    return ConfigError(f"{override!r} cannot be read", remedy)
 
 
 def key_of(override: str) -> str:
@@ -99,17 +97,18 @@ def parse(line: str) -> "Override":
     except (HydraException, ValueError, RecursionError) as error:
         key, equals, value = line.partition("=")
         if equals and value.startswith(("[", "{")):
-            raise ConfigError(f"{line!r} cannot be read", HOW_TO_QUOTE.replace("KEY", key)) from error
+            how = f"quote each entry that is no plain word, and all of it for the shell: '{key}=[\"a, b\",c]'"
+            raise ConfigError(f"{line!r} cannot be read", how) from error
         if isinstance(error, HydraException):
-            raise unreadable_word(line) from error
-        raise ConfigError(first_line(error), HOW_TO_WRITE) from error
+            raise unreadable(line) from error
+        raise ConfigError(first_line(error), "write overrides as key=value or group=option") from error
 
 
 def read_value(override: str, kind: Any) -> Any:
     """The value that an override gives to a key.
 
     Args:
-        kind: the key's type. A string needs no quotes; in quotes it is what Hydra reads in them.
+        kind: the key's type. A string needs no quotes; in quotes it is what Hydra reads in them. An int may be 1e3.
 
     Raises:
         ConfigError: it cannot be read, or holds several values.
@@ -119,11 +118,12 @@ def read_value(override: str, kind: Any) -> Any:
     if kind is str and text.lower() != "null" and not in_brackets and not is_quoted(text):
         return text
     parsed = parse(override)
-    if not parsed.is_sweep_override():
-        return parsed.value()
-    if get_origin(kind) is list:
-        raise ConfigError(f"{override}: {key} is a list", f"write a list as {key}=[{text}]")
-    raise ConfigError(f"{override}: {key} takes one value", "scripts/sweep.py runs several")
+    if parsed.is_sweep_override():
+        if get_origin(kind) is list:
+            raise ConfigError(f"{override}: {key} is a list", f"write a list as {key}=[{text}]")
+        raise ConfigError(f"{override}: {key} takes one value", "scripts/sweep.py runs several")
+    value = parsed.value()
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
 def is_quoted(text: str) -> bool:
@@ -135,23 +135,17 @@ def is_quoted(text: str) -> bool:
 def written(key: str, value: Any) -> str:
     """The override that gives a key this value. A string never reads as `null`, as a list, as several or as quoted."""
     odd = isinstance(value, str) and (value.lower() == "null" or "," in value or value.startswith(("'", '"', "[")))
-    return f"{key}={_entry(value) if odd else _written(value)}"
+    return f"{key}={value if isinstance(value, str) and not odd else _entry(value)}"
 
 
-def _written(value: Any) -> str:
+def _entry(value: Any) -> str:
+    """A value, alone or in a list or mapping. Strings are quoted, because only quotes tell them from numbers."""
+    if isinstance(value, str):
+        from hydra.core.override_parser.types import Quote, QuotedString
+
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
     if isinstance(value, list):
         return f"[{','.join(map(_entry, value))}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{_entry(item)}' for key, item in value.items())}}}"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _entry(value: Any) -> str:
-    """An entry of a list or mapping. Strings are quoted, because only quotes tell them from numbers."""
-    if not isinstance(value, str):
-        return _written(value)
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text=value, quote=Quote.single).with_quotes()
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

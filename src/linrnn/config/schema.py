@@ -1,12 +1,13 @@
 """The typed configuration: every key with its type, default, meaning and bounds, in one place.
 
-A field made with :func:`option` has all of them. `--help` shows the meaning, :func:`linrnn.config.compose.validate`
+A field made with :func:`option` has all of them. `--help` shows the meaning, :func:`linrnn.config.bounds.validate`
 checks the bounds. The files of configs/ choose options (the menu train.yaml, experiments, sweeps) and give the options
 of model, size and data their values. They repeat no default.
 """
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
@@ -48,6 +49,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def choice(meaning: str) -> Any:
+    """A key that takes one of the words in its meaning, the first by default: `what: one (what that is) | another`."""
+    words = tuple(re.sub(r" \([^)]*\)", "", meaning).rpartition(": ")[2].split(" | "))
+    return option(words[0], meaning, choices=words)
+
+
 def plain_name() -> Any:
     """The name of an option, which its file or its registration gives."""
     return field(metadata={"meaning": "fixed by this option", "pattern": PLAIN_NAME})
@@ -55,14 +62,12 @@ def plain_name() -> Any:
 
 def gpu() -> Any:
     """The GPU of a forecast."""
-    return option(
-        None, f"with dry_run=true: forecast for this GPU, which need not be here: {' | '.join(GPUS)}", choices=GPUS
-    )
+    return option(None, f"with dry_run=true: of the forecast; {' | '.join(GPUS)}", choices=GPUS)
 
 
 def device() -> Any:
     """Where a command computes."""
-    return option("auto", "auto (a GPU if there is one) | cpu | cuda", choices=("auto", "cpu", "cuda"))
+    return choice("auto (a GPU if there is one) | cpu | cuda")
 
 
 # --------------------------------------------------------------------------------------------------- model x size
@@ -72,9 +77,7 @@ class ModelConfig:
 
     name: str = plain_name()
     chunk_size: int | None = option(
-        None,
-        "tokens per chunk of the kernel; null: FLA's 64. gla: 64, 128 | gated_deltanet: 16, 32, 64 | kda: 32, 64",
-        minimum=1,
+        None, "tokens; null: 64. gla: 64, 128 | gated_deltanet: 16, 32, 64 | kda: 32, 64", minimum=1
     )
 
     @property
@@ -89,8 +92,7 @@ class ProjectedModelConfig(ModelConfig):
 
     shared_projection_rank: int | None = option(
         None,
-        "queries, keys and values come from one projection of this rank; a multiple of 8 below the width; null: each "
-        "has its own. The MLP gets the parameters that this saves (docs/models.md, Shared projections)",
+        "of queries, keys and values together, a multiple of 8; null: each has its own (docs/models.md)",
         minimum=1,
     )
 
@@ -106,15 +108,12 @@ class FlaModelConfig(ModelConfig):
 
     config: str = option(
         MUST_BE_GIVEN,
-        "FLA's model: delta_net, gated_deltaproduct, rwkv7, mamba2, hgrn2, gsa, retnet, linear_attn, … (a wrong name "
-        "lists all), or the path of a config.json in Hugging Face's format, whose fields then stand in `options`",
+        "FLA's model: delta_net, rwkv7, … (a wrong name lists all), or a config.json of Hugging Face's format",
         path="read",
     )
     options: dict[str, Any] = option({}, "further fields of FLA's configuration: model.options.num_heads=4")
-    attention_every: int | None = option(
-        None, "each n-th layer is attention with rotary positions; null: none", minimum=1
-    )
-    attention_window: int | None = option(None, "attention layers see so many of the last tokens; null: all", minimum=1)
+    attention_every: int | None = option(None, "each n-th layer is attention; null: none", minimum=1)
+    attention_window: int | None = option(None, "attention sees so many of the last tokens; null: all", minimum=1)
 
     @property
     def label(self) -> str:
@@ -144,14 +143,8 @@ class SizeConfig:
     name: str = plain_name()
     hidden_size: int = option(MUST_BE_GIVEN, "width of the residual stream, d", minimum=1)
     num_layers: int = option(MUST_BE_GIVEN, "blocks of mixer and MLP", minimum=1)
-    layer_parameters_per_d2: float = option(
-        MUST_BE_GIVEN, "parameters of one layer in units of d²; the MLP's width fills what the mixer leaves", minimum=0
-    )
-    vocab_size: int | None = option(
-        MUST_BE_GIVEN,
-        "vocabulary size of embedding and head, at least the tokenizer's; null: the tokenizer's",
-        minimum=2,
-    )
+    layer_parameters_per_d2: float = option(MUST_BE_GIVEN, "parameters of one layer in units of d²", minimum=0)
+    vocab_size: int | None = option(MUST_BE_GIVEN, "at least the tokenizer's; null: the tokenizer's", minimum=2)
     tie_embeddings: bool = option(MUST_BE_GIVEN, "true: the head is the embedding; false: a matrix of its own")
     mixers: dict[str, MixerDims] = option(MUST_BE_GIVEN, "heads of each mixer, and their dimensions")
 
@@ -167,19 +160,10 @@ class LossConfig:
 
     name: str = plain_name()
     _: KW_ONLY
-    z_loss: float = option(
-        0.0, "adds z_loss · LSE² of its logits to a token's training loss (often 1e-4); not to validation", minimum=0
-    )
-    softcap: float | None = option(
-        None,
-        "logits become softcap · tanh(logits / softcap): in training, validation and samples; null: as they are",
-        minimum=0,
-    )
+    z_loss: float = option(0.0, "adds z_loss · LSE² to a token's training loss (often 1e-4)", minimum=0)
+    softcap: float | None = option(None, "logits become softcap · tanh(logits / softcap), always", minimum=0)
     label_smoothing: float = option(
-        0.0,
-        "share of a label that is spread over the vocabulary, in training; validation has none",
-        minimum=0,
-        maximum=1,
+        0.0, "share of a label spread over the vocabulary, in training", minimum=0, maximum=1
     )
 
     def __post_init__(self) -> None:
@@ -197,8 +181,7 @@ class DataConfig:
     """Keys that every data source has."""
 
     name: str = plain_name()
-    # No path that is written: a complete cache may be read-only.
-    cache_dir: str = option("data_cache", "prepared data is kept here", path="read")
+    cache_dir: str = option("data_cache", "prepared data is kept here", path="read")  # a complete one may be read-only
     verify: bool = option(True, "true: compare every byte with its recorded sha256 before training; false: only sizes")
     reset_at_document: bool = option(False, "true: state and attention start anew at every document (cu_seqlens)")
 
@@ -208,7 +191,7 @@ class MarkovDataConfig(DataConfig):
     """Text generated by a Markov chain of known entropy."""
 
     vocab_size: int = option(512, "tokens, including the end of a document (0)", minimum=4)
-    branching: int = option(4, "tokens that may follow a token, the k-th with p ∝ 1/k; up to vocab_size - 2", minimum=2)
+    branching: int = option(4, "tokens that may follow a token, the k-th with p ∝ 1/k", minimum=2)
     n_tokens: int = option(4194304, "training tokens", minimum=1)
     n_valid_tokens: int = option(65536, "validation tokens", minimum=1)
     data_seed: int = option(0, "decides the chain and the text; independent of the run's seed", minimum=0)
@@ -221,12 +204,7 @@ class TokenizedDataConfig(DataConfig):
     tokenizer: str | None = option(None, "JSON of tokenizers, directory or hub name; null: trained here", path="read")
     tokenizer_vocab_size: int = option(4096, "of a tokenizer that is trained here (on the first 16 MiB)", minimum=257)
     max_tokens: int | None = option(None, "stop after so many training tokens, with a document; null: all", minimum=1)
-    valid_fraction: float = option(
-        0.01,
-        "without validation text: share held out, of rows or files spread evenly, else the end",
-        minimum=0,
-        maximum=0.5,
-    )
+    valid_fraction: float = option(0.01, "share held out where no validation text is given", minimum=0, maximum=0.5)
 
 
 @dataclass
@@ -251,9 +229,7 @@ class TextDataConfig(TokenizedDataConfig):
     """Local files: text or .jsonl, each also compressed (.xz, .gz, .bz2, .zst), or .parquet."""
 
     path: Any = option(MUST_BE_GIVEN, "training text: file, folder, glob or [a.txt,notes]", path="read", several=True)
-    sources: list[SourceConfig] = option(
-        [], "in place of path, a mixture: [{path: a.txt, weight: 0.7}, {path: b.jsonl, weight: 0.3}]"
-    )
+    sources: list[SourceConfig] = option([], "or a mixture: [{path: a.txt, weight: 0.7}, {path: b.jsonl, weight: 0.3}]")
     valid_path: Any = option(None, "validation text, as above; null: text is held out", path="read", several=True)
     text_field: str = option("text", "the field or column of .jsonl and .parquet that holds the text")
     document_separator: str | None = option(None, "ends a document of a file: blank_line or a string; null: one only")
@@ -272,9 +248,7 @@ class TextDataConfig(TokenizedDataConfig):
         if self.path in (None, []) and not self.sources:
             raise ConfigError("data.path names no file", "add data.path=…: a file, a folder, a glob or a list of them")
         if self.document_separator == "":
-            raise ConfigError(
-                "data.document_separator is empty", "give the string that ends a document, or leave it out"
-            )
+            raise ConfigError("data.document_separator is empty", "give a string that ends a document, or leave it out")
 
 
 @dataclass
@@ -301,9 +275,7 @@ class OptimizerConfig:
     beta1: float = option(0.9, "AdamW: decay of the first moment, per step", minimum=0, maximum=1)
     beta2: float = option(0.95, "AdamW: decay of the second moment, per step", minimum=0, maximum=1)
     eps: float = option(1.0e-8, "AdamW: added to the root of the second moment", minimum=0)
-    weight_decay: float = option(
-        0.1, "per unit of rate; matrices, convolutions, embeddings (not norms, biases, A_log, dt_bias)", minimum=0
-    )
+    weight_decay: float = option(0.1, "per unit of rate; of matrices, convolutions and embeddings alone", minimum=0)
     max_grad_norm: float | None = option(1.0, "gradients are clipped to this L2 norm; null or inf: never", minimum=0)
 
     def __post_init__(self) -> None:
@@ -332,16 +304,8 @@ class ScheduleConfig:
     """
 
     name: str = plain_name()
-    steps: int | None = option(
-        None,
-        "step at which the schedule ends, in the run's name; null: the run's last. constant: only for warmup_steps",
-        minimum=1,
-    )
-    warmup_steps: int | None = option(
-        None,
-        "steps of linear warm-up, at most the schedule's; null: a tenth of `steps`; constant without steps: none",
-        minimum=0,
-    )
+    steps: int | None = option(None, "its last step; null: the run's last. constant: only for warmup_steps", minimum=1)
+    warmup_steps: int | None = option(None, "null: a tenth of `steps`; constant without steps: none", minimum=0)
 
 
 @dataclass
@@ -365,77 +329,42 @@ class TrainerConfig:
     Figures are per data-parallel rank unless they say otherwise.
     """
 
-    max_steps: int | None = option(
-        200, "optimizer steps; null: until max_tokens. With schedule.steps=null the schedule ends there too", minimum=1
-    )
+    max_steps: int | None = option(200, "optimizer steps; null: until max_tokens", minimum=1)
     max_tokens: int | None = option(None, "tokens of the whole run; null: no limit. The first limit counts", minimum=1)
     batch_size: int = option(8, "sequences per micro-step", minimum=1)
     accumulation_steps: int = option(1, "micro-steps a step; the loss is the mean over all its tokens", minimum=1)
     seq_len: int = option(128, "tokens per sequence (T)", minimum=2)
-    precision: str = option(
-        "auto",
-        "auto (bf16_autocast on a GPU, fp32 on CPU) | fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters)",
-        choices=("auto", "fp32", "bf16_autocast", "bf16"),
+    precision: str = choice("auto (GPU: bf16_autocast, CPU: fp32) | fp32 | bf16_autocast | bf16 (parameters, too)")
+    activation_checkpointing: str = choice(
+        "recomputed in the backward pass: none | selective (all but linear layers) | full"
     )
-    activation_checkpointing: str = option(
-        "none",
-        "what the backward pass recomputes: none | selective (all but the linear layers' results) | full (every block)",
-        choices=("none", "selective", "full"),
-    )
-    compile: str = option(
-        "none",
-        "what torch.compile compiles: none | blocks (each block by itself) | model (all blocks as one; not the loss)",
-        choices=("none", "blocks", "model"),
-    )
-    float8: str = option(
-        "none",
-        "what multiplies in float8: none | blocks (the linear layers of all blocks; not embedding, head and loss)",
-        choices=("none", "blocks"),
-    )
+    compile: str = choice("by torch.compile: none | blocks (each by itself) | model (all blocks as one; not the loss)")
+    float8: str = choice("what multiplies in float8: none | blocks (their linear layers; not head and loss)")
     cuda_graph: bool = option(False, "true: replay both passes as one CUDA graph: equal losses, less work for the CPU")
     deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
     valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
-    sample_every: int | None = option(
-        None,
-        "optimizer steps between samples of text on the console; null: none. Not with fsdp, vocab or compile",
-        minimum=1,
-    )
+    sample_every: int | None = option(None, "steps between samples of text; not with fsdp, vocab or compile", minimum=1)
     valid_tokens: int | None = option(100000, "tokens of the validation set to read; null: all", minimum=1)
     checkpoint_every: int | None = option(
-        None, "steps between checkpoints; null: only by the clock and at the end; 0: only when interrupted", minimum=0
+        None, "null: only by the clock and at the end; 0: only when interrupted", minimum=0
     )
     checkpoint_minutes: float | None = option(10, "minutes between checkpoints; null: only by steps", minimum=0)
     keep_checkpoints: int = option(2, "number of newest checkpoints to keep", minimum=1)
-    resume: str = option(
-        "auto",
-        "auto: continue this run where it stopped | never: move an existing run aside | must: fail without one",
-        choices=("auto", "never", "must"),
-    )
-    warmup_measurement_steps: int = option(
-        5, "first steps of a process, which speed and memory figures leave out (all but the last at most)", minimum=0
-    )
-    kernel_choices: str = option(
-        "stored",
-        "tile sizes of FLA's kernels: stored (tuned here where none is stored) | first (the first ones there: starts "
-        "sooner, may be slower) | strict (an error there) | tune (all tuned here)",
-        choices=("stored", "first", "strict", "tune"),
+    resume: str = choice("auto (continue an existing run) | never (move it aside) | must (fail without one)")
+    warmup_measurement_steps: int = option(5, "first steps of a process, in no figure of speed or memory", minimum=0)
+    kernel_choices: str = choice(
+        "tiles of FLA's kernels: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all)"
     )
     profile_steps: int = option(0, "steps after the warm-up to trace with torch.profiler; in no figure", minimum=0)
-    memory_snapshot: bool = option(
-        False, "true: record every CUDA allocation of the run (open memory_snapshot.pickle at pytorch.org/memory_viz)"
-    )
+    memory_snapshot: bool = option(False, "true: record every CUDA allocation, for pytorch.org/memory_viz")
 
 
 @dataclass
 class WandbConfig:
     """Weights & Biases."""
 
-    mode: str = option(
-        "auto",
-        "auto (WANDB_MODE, else online with an API key, else offline) | online | offline | disabled",
-        choices=("auto", "online", "offline", "disabled"),
-    )
+    mode: str = choice("auto (WANDB_MODE, else online with an API key) | online | offline | disabled")
     project: str = option("linrnn", "wandb project")
     entity: str | None = option(None, "wandb user or team; null: the key's default")
     tags: list[str] = option([], "further tags; model, size, loss and data are always there")
@@ -448,9 +377,7 @@ class LoggerConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = option(False, "true: mirror them to TensorBoard's event files in <run>/tensorboard, too")
     picture: bool = option(True, "true: draw progress.png (loss and speed) beside summary.json at the end")
-    console_every_seconds: float = option(
-        30.0, "seconds between progress lines; on a terminal one line moves in place", minimum=0
-    )
+    console_every_seconds: float = option(30.0, "s between progress lines; a terminal has one that moves", minimum=0)
 
 
 @dataclass
@@ -475,9 +402,7 @@ class ParallelConfig:
 class DistributedConfig(ParallelConfig):
     """Keys that every distributed method has."""
 
-    timeout_seconds: float = option(
-        1800, "s that a rank waits for others (kernels tuned, checkpoints) before it gives up", minimum=1, maximum=1e8
-    )
+    timeout_seconds: float = option(1800, "that a rank waits for others before it gives up", minimum=1, maximum=1e8)
 
 
 @dataclass
@@ -498,12 +423,10 @@ class FsdpConfig(DistributedConfig):
     """
 
     shard_ranks: int | None = option(
-        None, "ranks that share one model; null: all; on several machines: the GPUs of one machine (HSDP)", minimum=1
+        None, "that share one model; null: all, or of several machines those of one (HSDP)", minimum=1
     )
     blocks_together: int = option(1, "blocks gathered at a time; more take fewer calls and more memory", minimum=1)
-    keep_gathered: bool = option(
-        False, "true: blocks stay gathered for their backward pass: half the calls, more memory"
-    )
+    keep_gathered: bool = option(False, "true: blocks stay gathered for their backward pass: fewer calls, more memory")
 
     def ranks_of_model(self, world_size: int) -> int:
         """Number of ranks that share one model.
@@ -552,16 +475,14 @@ class Config:
     device: str = device()
     memory_budget_gib: float | None = option(None, "GiB of the GPU to use, as a smaller card has; null: all", minimum=0)
     init_from: str | None = option(
-        None, "weights to start from: run, checkpoint, or Hugging Face model in FLA's format; null: random", path="read"
+        None, "weights of a run, a checkpoint or a Hugging Face model of FLA; null: random", path="read"
     )
     continue_from: str | None = option(
-        None, "start a new run from weights and optimizer state of a run or checkpoint; null: none", path="read"
+        None, "weights and optimizer state of a run or checkpoint; null: none", path="read"
     )
     dry_run: bool = option(False, "true: only print the expected parameters, memory and time")
     gpu: str | None = gpu()
-    gpu_price: float | None = option(
-        None, "of an hour of one GPU, in any currency: the forecast has the price", minimum=0
-    )
+    gpu_price: float | None = option(None, "of an hour of one GPU, for the forecast, in any currency", minimum=0)
 
 
 # -------------------------------------------------------------------------------------------------- other commands
@@ -604,9 +525,7 @@ class FindMaxBatchConfig:
     was made before is not repeated. Probes of another commit, machine or version need another group.
     """
 
-    memory_budget_gib: float = option(
-        80.0, "GiB that a process may take; on a CPU: its resident set, with Python and its libraries", minimum=0
-    )
+    memory_budget_gib: float = option(80.0, "that a process may take; on a CPU: its whole resident set", minimum=0)
     probe_steps: int = option(8, "steps of a probe, enough for the optimizer's state and fragmentation", minimum=3)
     warmup_steps: int = option(3, "first steps of a probe, left out of tokens/s and of the measured peak", minimum=1)
     max_probes: int = option(7, "maximum number of training runs", minimum=1)
@@ -671,22 +590,12 @@ class EvaluateConfig(ReadingConfig):
     tasks_limit: int | None = option(None, "examples of each task; null: all", minimum=1)
     # No path that is written: those are directories.
     output: str | None = option(None, "a JSON file for the results, which is replaced; null: none", path="read")
-    split: str = option("valid", "valid | train", choices=("train", "valid"))
+    split: str = choice("valid | train")
     max_tokens: int | None = option(None, "tokens to read; null: the whole split", minimum=1)
     batch_size: int | None = option(None, "sequences at once; null: the run's; of tasks: 1", minimum=1)
     seq_len: int | None = option(None, "tokens per sequence; null: the run's", minimum=2)
     device: str = device()
     loss: LossConfig | None = None  # a group that may be left out
-
-
-@dataclass
-class ProfileSparsityConfig(ReadingConfig):
-    """`python study/sparsity.py checkpoints=[results/default/RUN] [data=text data.path=…]`"""
-
-    checkpoints: list[str] = option(MUST_BE_GIVEN, "runs (their newest checkpoints) or single checkpoints", path="read")
-    max_tokens: int | None = option(100000, "tokens of the validation split to read; null: all", minimum=1)
-    output_dir: str = option("results/sparsity", "for sparsity.md, .json and .png, which are replaced", path="written")
-    device: str = device()
 
 
 @dataclass
@@ -706,15 +615,13 @@ class GenerateConfig:
     checkpoint: str = option(MUST_BE_GIVEN, "a run, a checkpoint, or a directory of scripts/export.py", path="read")
     prompt: str | None = option(None, 'text to continue: prompt="Well, then"; -: asks for prompts, one a line')
     prompt_file: str | None = option(None, "a file with the prompt, taken literally; -: standard input", path="read")
-    prompt_tokens: list[int] | None = option(
-        None, "the prompt as token ids, as [1,2,3]: the only way for generated data. All three null: a new document"
-    )
+    prompt_tokens: list[int] | None = option(None, "token ids, as [1,2,3]. All three null: a new document")
     max_new_tokens: int = option(100, "tokens per sample; a sample ends earlier at the end of a document", minimum=1)
     n_samples: int = option(1, "samples from the same prompt", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the most probable token, always", minimum=0)
     top_k: int | None = option(None, "sample from this many most probable tokens; null: from all", minimum=1)
     top_p: float | None = option(
-        None, "sample from the fewest tokens with this probability; null: from all", minimum=0, maximum=1
+        None, "sample from the fewest tokens of this probability; null: all", minimum=0, maximum=1
     )
     seed: int = option(0, "the same seed gives the same samples on the same machine", minimum=0)
     use_state: bool = option(True, "true: keep the state (or keys and values); false: read all tokens again each time")
@@ -734,16 +641,9 @@ class ReportConfig:
     summary: str | None = option(None, "directory of a committed report (with runs.json), anywhere", path="read")
     results_dir: str = option("results", "directory of all groups; its folder summaries holds the reports", path="read")
     output_dir: str | None = option(
-        None,
-        "directory for the report, whose files are replaced; null: <results_dir>/summaries/<group>, or a committed "
-        "report's own directory",
-        path="written",
+        None, "null: <results_dir>/summaries/<group>, or a committed report's own", path="written"
     )
-    max_batch_group: str = option(
-        "max_batch",
-        "another group of scripts/find_max_batch.py; the report includes its answers, and those of `group`",
-        pattern=PLAIN_NAME,
-    )
+    max_batch_group: str = option("max_batch", "further answers of scripts/find_max_batch.py", pattern=PLAIN_NAME)
 
 
 @dataclass
@@ -761,7 +661,6 @@ class RunsConfig:
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,
-    "profile_sparsity": ProfileSparsityConfig,
     "export": ExportConfig,
     "generate": GenerateConfig,
     "report": ReportConfig,

@@ -1,6 +1,7 @@
 """Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
 import os
+import re
 import shlex
 import time
 from collections import Counter, deque
@@ -45,12 +46,12 @@ OUTCOMES = ("finished", "unsupported", "out_of_memory")
 Say = Callable[[str], None]
 
 
-def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequence[str], say: Say) -> None:
+def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> None:
     """Run every point of `config.sweep` that has no answer yet. Print progress, and at the end all statuses.
 
     Args:
-        overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`).
-        launcher: Hydra's overrides (`hydra/launcher=submitit_slurm …`); empty: processes of this machine.
+        overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`). Hydra's, as
+            `hydra/launcher=submitit_slurm`, choose a cluster; without them points are processes of this machine.
 
     Raises:
         ConfigError: an override is wrong, or there are too few GPUs for the jobs and their ranks.
@@ -62,6 +63,8 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], launcher: Sequen
     for target in config.sweep.targets:
         parse_target(target)
     ranks = config.sweep.ranks
+    launcher = [override for override in overrides if re.match(r"[+~]*hydra\b", override)]
+    overrides = [override for override in overrides if override not in launcher]
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), ranks)
     if launcher:
         points = [point.on_a_cluster() for point in points]

@@ -11,7 +11,7 @@ from pkgutil import extend_path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from linrnn.config.fla.names import fla_models
+from linrnn.config.fla import fla_models
 from linrnn.models import tuning
 
 PACKAGES = ("fla", "fla.layers", "fla.models", "fla.ops")  # their `__init__` imports everything below them

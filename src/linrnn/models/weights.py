@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from linrnn.config.fla.names import fla_models
+from linrnn.config.fla import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.models import cpu_ops

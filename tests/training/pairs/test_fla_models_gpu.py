@@ -10,7 +10,7 @@ import triton
 from packaging.version import Version
 
 from linrnn.config import load_config
-from linrnn.config.fla.names import fla_models
+from linrnn.config.fla import fla_models
 from linrnn.core.errors import UnsupportedError
 from linrnn.models.support import CRASH_WITH_NARROW_HEADS
 from linrnn.runs.directory import LOG

@@ -34,31 +34,18 @@ def fla_models() -> dict[str, str]:
 
 
 def find_fla_model(name: str) -> str | None:
-    """FLA's `model_type` for a name, as in :func:`name_of_fla_model`; None if FLA has no such model."""
-    plain = {_plain(word): model for model, module in fla_models().items() for word in (module, model)}
-    return plain.get(_plain(name))
+    """FLA's `model_type` for a name; case, dashes, underscores and spaces do not matter. None if it has no such model.
 
-
-def name_of_fla_model(name: str) -> str:
-    """FLA's `model_type` for a name: case, dashes, underscores and spaces do not matter.
-
-    Raises:
-        ConfigError: FLA has no such model. The remedy names the nearest ones.
+    Without FLA every name stays as it is: linrnn.models.support says that FLA is missing.
     """
+
+    def plain(word: str) -> str:
+        return re.sub(r"[-_ ]", "", word.lower())
+
     known = fla_models()
-    if not known:  # linrnn.models.support says that FLA is missing
-        return name
-    if found := find_fla_model(name):
-        return found
-    likely = difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0)
-    raise ConfigError(
-        f"model.config={name}: FLA has no such model, and this is no config.json",
-        f"nearest: {', '.join(likely)}; all: {', '.join(sorted(known))}",
+    return {plain(word): model for model, module in known.items() for word in (module, model)}.get(
+        plain(name), None if known else name
     )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name.lower())
 
 
 def settle_fla_model(model: FlaModelConfig) -> None:
@@ -67,21 +54,25 @@ def settle_fla_model(model: FlaModelConfig) -> None:
     A run's configuration therefore holds the whole model, and the file may change or vanish.
 
     Raises:
-        ConfigError: there is no such model, or the file cannot be read.
+        ConfigError: there is no such model, or the file cannot be read. The remedy names the nearest models.
     """
-    path = Path(model.config).expanduser()
+    path, given = Path(model.config), model.config
     path = path / "config.json" if path.is_dir() else path
-    if path.suffix != ".json":
-        model.config = name_of_fla_model(model.config)
-        return
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        name = str(fields["model_type"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    if path.suffix == ".json":
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            given = str(fields["model_type"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"model.config={model.config}: no config.json with a model_type can be read ({type(error).__name__})",
+                "name a config.json in Hugging Face's format, its directory, or one of FLA's models",
+            ) from error
+        kept = {key: value for key, value in fields.items() if key not in NOT_READ and value is not None}
+        model.options = {**kept, **model.options}
+    if (name := find_fla_model(given)) is None:
+        known = sorted(fla_models())
         raise ConfigError(
-            f"model.config={model.config}: no config.json with a model_type can be read ({type(error).__name__})",
-            "name a config.json in Hugging Face's format, its directory, or one of FLA's models",
-        ) from error
-    model.config = name_of_fla_model(name)
-    kept = {key: value for key, value in fields.items() if key not in NOT_READ and value is not None}
-    model.options = {**kept, **model.options}
+            f"model.config={given}: FLA has no such model, and this is no config.json",
+            f"nearest: {', '.join(difflib.get_close_matches(given.lower(), known, cutoff=0))}; all: {', '.join(known)}",
+        )
+    model.config = name

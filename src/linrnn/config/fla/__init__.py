@@ -1,1 +1,0 @@
-"""`model=fla`: the configuration of any model of FLA."""
