@@ -69,7 +69,7 @@ def shard_set(directory: Path, documents: list[np.ndarray], vocab_size: int = 10
     for document in documents:
         writer.append(document, np.array([len(document)]), 0)
     write_meta(directory, {"format": 1, "vocab_size": vocab_size, "splits": {"train": writer.finish()}})
-    return ShardSet(directory, read_meta(directory), "train")
+    return ShardSet.open(directory, read_meta(directory), "train")
 
 
 def directory_bytes(directory: Path) -> dict[str, bytes]:

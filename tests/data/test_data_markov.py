@@ -37,20 +37,6 @@ def test_a_perfect_predictor_reaches_the_floor(tmp_path, reset):
     assert standard_error < 0.002
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_bigram_frequencies_of_the_text_give_the_floor(tmp_path, reset):
-    """The estimate uses only the text. A plug-in estimate is too low by about (cells - rows) / 2N."""
-    data = prepare(markov_config(tmp_path, n_tokens=2_000_000, reset_at_document=reset))
-    tokens = data.train.read(0, data.train.n_tokens)
-    previous, following = transitions(tokens, data.train.document_ends, reset=reset)
-    counts = np.zeros((data.vocab_size, data.vocab_size))
-    np.add.at(counts, (previous, following), 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        estimate = -np.nansum(counts * np.log(counts / counts.sum(1, keepdims=True))) / counts.sum()
-    bias = (np.count_nonzero(counts) - np.count_nonzero(counts.sum(1))) / (2 * counts.sum())
-    assert estimate + bias == pytest.approx(data.entropy_floor_nats, abs=4 * 0.7 / np.sqrt(len(previous)))
-
-
 def test_probabilities_of_the_chain_sum_to_one(tmp_path):
     chain = MarkovChain(markov_config(tmp_path, vocab_size=20, branching=7))
     every = np.arange(20)

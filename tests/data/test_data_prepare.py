@@ -271,18 +271,6 @@ def test_two_at_once_prepare_it_once(tmp_path, corpus, tokenizer, small_pieces, 
     assert len(times) == 1
 
 
-def test_what_is_left_out_of_a_folder_is_said_each_time(tmp_path, tokenizer):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    write_jsonl(folder / "texts.jsonl", sentences(30))
-    (folder / "notes.md").write_text("x")
-    config = text_config(tmp_path / "cache", folder, tokenizer=tokenizer)
-    said: list[str] = []
-    for _ in range(2):
-        prepare(config, said.append)
-    assert said == [f"left out of {folder}: 1 .md"] * 2
-
-
 def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
     tmp_path, corpus, tokenizer, fresh_command, command
 ):

@@ -114,7 +114,7 @@ def prepare(config: DataConfig, say: Say = to_stderr) -> PreparedData:
     """Prepare the data that `config` describes, or open it if it is there already.
 
     Args:
-        say: told in lines what is left out of the text, and every ten seconds how far the work is.
+        say: told in lines what is done, every ten seconds how far it is, and how many documents are empty.
 
     Raises:
         DataError: data or tokenizer is missing, empty, corrupt, or not what the configuration says.
@@ -125,7 +125,7 @@ def prepare(config: DataConfig, say: Say = to_stderr) -> PreparedData:
     if isinstance(config, TextDataConfig) and config.sources:
         return _prepare_mixture(config, say)
     if isinstance(config, TokenizedDataConfig):
-        source = make_source(config, say)
+        source = make_source(config)
         return _prepare_text(config, source, _tokenizer(config, [source], say), say)
     raise TypeError(f"cannot prepare {type(config).__name__}")
 
@@ -154,7 +154,7 @@ def _vocabulary_of(tokenizer: str) -> int:
 def _prepare_mixture(config: TextDataConfig, say: Say) -> PreparedData:
     """Every source as data of its own, which other mixtures share, all with one tokenizer."""
     alone = [replace(config, path=source.path, sources=[]) for source in config.sources]
-    found = [make_source(one, say, "data.sources") for one in alone]
+    found = [make_source(one, "data.sources") for one in alone]
     tokenizer = _tokenizer(config, found, say)
     prepared = [_prepare_text(one, source, tokenizer, say) for one, source in zip(alone, found, strict=True)]
     names, weights = [source.description for source in found], [source.weight for source in config.sources]
@@ -240,6 +240,11 @@ def _tokenise(
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     began = line_at = time.monotonic()
     number = empty = 0  # of documents
+
+    def so_far() -> str:
+        done = sum(writer.tokens for writer in writers.values())
+        return f"tokenised {number:,} documents, {done:,} tokens, {done / (time.monotonic() - began):,.0f} tokens/s"
+
     for phase in ["train"] if source.period else ["valid", "train"]:
         room = max_tokens if phase == "train" and max_tokens is not None else sys.maxsize
         for texts in _batches(source.documents(phase)):
@@ -261,14 +266,15 @@ def _tokenise(
                 if documents[split]:
                     tokens = np.fromiter(chain.from_iterable(documents[split]), np.uint32)
                     writer.append(tokens, np.cumsum([len(ids) for ids in documents[split]]), n_bytes[split])
-            if (now := time.monotonic()) > line_at + SECONDS_BETWEEN_LINES:
-                done, line_at = sum(writer.tokens for writer in writers.values()), now
-                say(f"tokenised {number:,} documents, {done:,} tokens, {done / (now - began):,.0f} tokens/s")
+            if time.monotonic() > line_at + SECONDS_BETWEEN_LINES:
+                line_at = time.monotonic()
+                say(so_far())
             if room <= 0:
                 break
     for split, writer in writers.items():
         if writer.tokens < 2:
             raise DataError(f"{source.description} gives {writer.tokens} {split} tokens", "give more text")
+    say(so_far())
     if empty:
         say(f"{empty:,} documents hold no token, and are left out")
     return {split: writer.finish() for split, writer in writers.items()}
@@ -321,7 +327,7 @@ def _prepare_markov(config: MarkovDataConfig, say: Say) -> PreparedData:
 
 def _open(directory: Path, what: str, more: str, **about: Any) -> PreparedData:
     meta = read_meta(directory)
-    train, valid = (ShardSet(directory, meta, split) for split in SPLITS)
+    train, valid = (ShardSet.open(directory, meta, split) for split in SPLITS)
     return PreparedData(
         train=train,
         valid=valid,

@@ -18,7 +18,6 @@ import json
 import lzma
 import os
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,49 +39,42 @@ DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 # ------------------------------------------------------------------------------------------------ which files
-def find_files(paths: str | list[str], key: str, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+def find_files(paths: str | list[str], key: str) -> list[Path]:
     """The data files that one or several paths name: files, folders (searched to any depth, through links) or globs.
 
     A folder's files are sorted. If there are .jsonl or .parquet files, they and .txt files are its data; if there are
-    none, all its text files are. Hidden files are left out, and no file comes twice.
+    none, all its text files are. Hidden and empty files are left out, and no file comes twice.
 
     Args:
         key: the configuration key of the paths, for messages.
-        say: told in one line what else was left out, if anything was.
 
     Raises:
         DataError: there is no data file, or one that is named is empty or cannot be read twice.
     """
-    left_out: Counter[str] = Counter()
     found: dict[Path, Path] = {}
-    several = [paths] if isinstance(paths, str) else paths
-    for pattern in several:
+    for pattern in [paths] if isinstance(paths, str) else paths:
         path = Path(pattern).expanduser()
         named = os.path.exists(path)
         matches = [path] if named else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:
-            raise DataError(
-                f"{key}={pattern} does not exist", f"give a file, folder or glob in {key}, or a list of them"
-            )
-        here: list[Path] = []
+            remedy = f"give a file, folder or glob in {key}, or a list of them"
+            raise DataError(f"{key}={pattern} does not exist", remedy)
+        files: list[Path] = []
         for match in matches:
             if match.is_dir():
-                here += _in_folder(match, left_out)
-            elif named or _fits(match, left_out):
-                here.append(match)
-        if not here:
-            counted = f" ({_counted(left_out)} left out)" if left_out else ""
+                files += _in_folder(match)
+            elif named or _fits(match):
+                files.append(match)
+        if not files:
             remedy = f"put text, .jsonl or .parquet files there, or name the files in {key}"
-            raise DataError(f"{key}={pattern} holds no data files{counted}", remedy)
-        for file in here:
+            raise DataError(f"{key}={pattern} holds no data files", remedy)
+        for file in files:
             found.setdefault(file.resolve(), file)
     for file in found.values():
         if not file.is_file():
             raise DataError(f"{file} is no file that can be read twice", "save it to disk first")
         if file.stat().st_size == 0:
             raise DataError(f"{file} is empty", f"remove it from {key} or fetch it again")
-    if left_out:
-        say(f"left out of {', '.join(several)}: {_counted(left_out)}")
     return list(found.values())
 
 
@@ -97,8 +89,8 @@ def _suffix(file: Path) -> str:
     return Path(name.stem).suffix if name.suffix in DECOMPRESSORS else name.suffix
 
 
-def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
-    """The data files of a folder, sorted; what is left out is counted in `left_out`."""
+def _in_folder(folder: Path) -> list[Path]:
+    """The data files of a folder, sorted."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read ({error.strerror})", "make it readable, or name other files")
@@ -111,25 +103,17 @@ def _in_folder(folder: Path, left_out: Counter[str]) -> list[Path]:
             continue
         read.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [file for name in names if _fits(file := Path(place, name), left_out)]
+        files += filter(_fits, (Path(place, name) for name in names))
     if not all(map(is_text, files)):
-        beside_rows = [file for file in files if is_text(file) and _suffix(file) != ".txt"]
-        left_out.update(file.suffix or "no ending" for file in beside_rows)
-        files = sorted({*files} - {*beside_rows})
+        files = [file for file in files if not is_text(file) or _suffix(file) == ".txt"]
     return sorted(files)
 
 
-def _fits(file: Path, left_out: Counter[str]) -> bool:
-    """Whether a file of a folder or glob is data. Else it is counted, unless it is hidden."""
-    if file.name.startswith("."):
+def _fits(file: Path) -> bool:
+    """Whether a file of a folder or glob is data."""
+    if file.name.startswith(".") or not file.is_file() or not file.stat().st_size or _suffix(file) == ".json":
         return False
-    if not file.is_file() or file.stat().st_size == 0:
-        left_out["empty" if file.is_file() else "broken links or special files"] += 1
-    elif _suffix(file) == ".json" or (is_text(file) and _suffix(file) != ".txt" and not _begins_as_text(file)):
-        left_out[file.suffix or "no ending"] += 1
-    else:
-        return True
-    return False
+    return not is_text(file) or _suffix(file) == ".txt" or _begins_as_text(file)
 
 
 def _begins_as_text(file: Path) -> bool:
@@ -141,10 +125,6 @@ def _begins_as_text(file: Path) -> bool:
     except (UnicodeDecodeError, *DAMAGE):
         return False
     return b"\0" not in start
-
-
-def _counted(left_out: Counter[str]) -> str:
-    return ", ".join(f"{n:,} {what}" for what, n in left_out.most_common())
 
 
 # ------------------------------------------------------------------------------------------- their documents

@@ -14,7 +14,7 @@ Documents are packed one after another. A document lies in one shard; a block of
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +58,12 @@ class ShardMeta:
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest supported type that holds every id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def sha256_of_all(files: Iterable[Path]) -> list[str]:
+    """The sha256 of each file, in hex."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return list(pool.map(sha256, files))
 
 
 @contextmanager
@@ -141,23 +147,28 @@ class Part:
 class ShardSet:
     """All tokens of one split as one long, memory-mapped sequence; of a mixture, of one source after another.
 
-    Args:
-        directory: where the shards are.
-        meta: the content of its meta.json.
-        split: "train" or "valid".
-
     Attributes:
         fingerprint: hex; identifies the whole prepared data set and this split of it.
         dtype: type of the token ids on disk.
         shards: paths and entries of meta.json.
         parts: the sources that batches are drawn from.
-
-    Raises:
-        DataError: a shard is missing, or has not the size that meta.json records.
     """
 
-    def __init__(self, directory: Path, meta: dict[str, Any], split: str) -> None:
-        dtype = token_dtype(meta["vocab_size"])
+    def __init__(
+        self, fingerprint: str, dtype: np.dtype, shards: list[tuple[Path, ShardMeta]], parts: list[Part]
+    ) -> None:
+        self.fingerprint, self.dtype, self.shards, self.parts = fingerprint, dtype, shards, parts
+        # Plain arrays over the mapping: each slice of an np.memmap costs microseconds of Python.
+        self._tokens = [np.asarray(np.memmap(path, dtype, "r")) for path, _ in shards]
+        self._starts = np.cumsum([0] + [shard.tokens for _, shard in shards])
+
+    @classmethod
+    def open(cls, directory: Path, meta: dict[str, Any], split: str) -> "ShardSet":
+        """The split "train" or "valid" of a directory with this content of meta.json.
+
+        Raises:
+            DataError: a shard is missing, or has not the size that meta.json records.
+        """
         shards = [(directory / shard["file"], ShardMeta(**shard)) for shard in meta["splits"][split]]
         for path, shard in shards:
             for file, size in ((path, shard.size), (path.with_name(shard.ends_file), shard.ends_size)):
@@ -165,8 +176,8 @@ class ShardSet:
                     raise _broken(file, "is missing")
                 if file.stat().st_size != size:
                     raise _broken(file, f"has {file.stat().st_size:,} bytes, meta.json says {size:,}")
-        n_tokens = sum(shard.tokens for _, shard in shards)
-        self._set(f"{meta['fingerprint']}-{split}", dtype, shards, [Part("the training text", 0, n_tokens, 1.0)])
+        part = Part("the training text", 0, sum(shard.tokens for _, shard in shards), 1.0)
+        return cls(f"{meta['fingerprint']}-{split}", token_dtype(meta["vocab_size"]), shards, [part])
 
     @classmethod
     def mixture(cls, names: Sequence[str], sets: Sequence["ShardSet"], weights: Sequence[float]) -> "ShardSet":
@@ -176,20 +187,11 @@ class ShardSet:
             names: of the sources, for messages.
             weights: decide how often each is drawn from, in relation to the others.
         """
-        mixed = cls.__new__(cls)
-        parts, start = [], 0
-        for name, one, weight in zip(names, sets, weights, strict=True):
-            parts.append(Part(name, start, one.n_tokens, weight))
-            start += one.n_tokens
+        starts = np.cumsum([0] + [one.n_tokens for one in sets]).tolist()
+        described = zip(names, starts, sets, weights, strict=False)  # the last start is the end
+        parts = [Part(name, start, one.n_tokens, weight) for name, start, one, weight in described]
         fingerprint = _fingerprint({"sources": [one.fingerprint for one in sets], "weights": list(weights)})
-        mixed._set(fingerprint, sets[0].dtype, [shard for one in sets for shard in one.shards], parts)
-        return mixed
-
-    def _set(self, fingerprint: str, dtype: np.dtype, shards: list[tuple[Path, ShardMeta]], parts: list[Part]) -> None:
-        self.fingerprint, self.dtype, self.shards, self.parts = fingerprint, dtype, shards, parts
-        # Plain arrays over the mapping: each slice of an np.memmap costs microseconds of Python.
-        self._tokens = [np.asarray(np.memmap(path, dtype, "r")) for path, _ in shards]
-        self._starts = np.cumsum([0] + [shard.tokens for _, shard in shards])
+        return cls(fingerprint, sets[0].dtype, [shard for one in sets for shard in one.shards], parts)
 
     @property
     def n_tokens(self) -> int:
@@ -237,10 +239,9 @@ class ShardSet:
         """
         recorded = {path: shard.sha256 for path, shard in self.shards}
         recorded |= {path.with_name(shard.ends_file): shard.ends_sha256 for path, shard in self.shards}
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            for (path, written), here in zip(recorded.items(), pool.map(sha256, recorded), strict=True):
-                if here != written:
-                    raise _broken(path, "differs from its sha256 in meta.json")
+        for (path, written), here in zip(recorded.items(), sha256_of_all(recorded), strict=True):
+            if here != written:
+                raise _broken(path, "differs from its sha256 in meta.json")
 
     def misspelt(self, token_bytes: TokenBytes) -> str | None:
         """The difference in words, if the tokens of a shard stand for more or fewer bytes than its text has."""

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.schema import HubDataConfig, TextDataConfig, TokenizedDataConfig
-from linrnn.core.checksums import sha256
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
-from linrnn.core.files import write_text
 from linrnn.data.readers import cut_place, find_files, is_text, read_documents, text_of
+from linrnn.data.shards import sha256_of_all
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -38,39 +37,40 @@ class Source:
     period: int | None
 
 
-def make_source(config: TokenizedDataConfig, say: Callable[[str], None], key: str = "data.path") -> Source:
-    """The source that a configuration names. `key` has its path, for messages; `say` is told what is not read.
+def make_source(config: TokenizedDataConfig, key: str = "data.path") -> Source:
+    """The source that a configuration names. `key` has its path, for messages.
 
     Raises:
         ConfigError: there is no validation text, and nothing is held out.
         DataError: there is no text.
     """
     if isinstance(config, TextDataConfig):
-        made = _text(config, say, key)
-    else:
-        made = _hub(config) if isinstance(config, HubDataConfig) else _stdlib()
-    description, identity, documents, has_validation = made
-    if not has_validation and config.valid_fraction == 0:
+        return _text(config, key)
+    return _hub(config) if isinstance(config, HubDataConfig) else _stdlib(config)
+
+
+def _period(config: TokenizedDataConfig, has_validation: bool) -> int | None:
+    """Every how many documents one is held out; None if the source has a validation split."""
+    if has_validation:
+        return None
+    if config.valid_fraction == 0:
         cause = f"data={config.name} has no validation text of its own and data.valid_fraction is 0"
         raise ConfigError(cause, "set data.valid_fraction (0.01, say), or name validation data")
-    return Source(description, identity, documents, None if has_validation else round(1 / config.valid_fraction))
+    return round(1 / config.valid_fraction)
 
 
-Made = tuple[str, dict[str, Any], Callable[[str], Iterator[str]], bool]  # the bool: whether it has validation text
-
-
-def _text(config: TextDataConfig, say: Callable[[str], None], key: str) -> Made:
+def _text(config: TextDataConfig, key: str) -> Source:
     """`data=text`: local files.
 
     Without `valid_path`, documents that are many and stand alone (rows, or whole files) leave it to the tokenisation to
     hold out every k-th. Else the end of the text is held out here: `valid_fraction` of its characters.
     """
     separator = config.document_separator
-    files = {"train": find_files(config.path, key, say)}
+    files = {"train": find_files(config.path, key)}
     if config.valid_path is not None:
-        files["valid"] = find_files(config.valid_path, "data.valid_path", say)
+        files["valid"] = find_files(config.valid_path, "data.valid_path")
     identity: dict[str, Any] = {"source": "text", "text_field": config.text_field}
-    identity |= {split: file_hashes(of_split, config.cache_dir) for split, of_split in files.items()}
+    identity |= {split: sha256_of_all(of_split) for split, of_split in files.items()}
     if any(is_text(file) for of_split in files.values() for file in of_split):
         identity["document_separator"] = separator
     elif separator is not None:
@@ -96,7 +96,8 @@ def _text(config: TextDataConfig, say: Callable[[str], None], key: str) -> Made:
 
     paths = [config.path] if isinstance(config.path, str) else config.path
     description = f"{', '.join(paths)} ({_files(len(files['train']))})"
-    return description, identity, documents, config.valid_path is not None or documents is not read
+    has_validation = config.valid_path is not None or documents is not read
+    return Source(description, identity, documents, _period(config, has_validation))
 
 
 def _parted(read: Callable[[str], Iterator[str]], share: float) -> Iterator[tuple[str, str]]:
@@ -116,7 +117,7 @@ def _parted(read: Callable[[str], Iterator[str]], share: float) -> Iterator[tupl
         left = -1
 
 
-def _stdlib() -> Made:
+def _stdlib(config: TokenizedDataConfig) -> Source:
     """`data=stdlib`: the .py files of the running interpreter's library, without its tests, a document each."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
@@ -129,10 +130,11 @@ def _stdlib() -> Made:
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     version = ".".join(map(str, sys.version_info[:3]))
     identity = {"source": "stdlib", "files": len(texts), "sha256": digest}
-    return f"Python {version}'s library ({_files(len(texts))})", identity, lambda split: iter(texts.values()), False
+    description = f"Python {version}'s library ({_files(len(texts))})"
+    return Source(description, identity, lambda split: iter(texts.values()), _period(config, False))
 
 
-def _hub(config: HubDataConfig) -> Made:
+def _hub(config: HubDataConfig) -> Source:
     """`data=wikitext103` and `data=fineweb_edu`: a hub data set, or a local directory of the same layout.
 
     Rows are documents. With `document_start`, a document joins the rows from one match to the next; rows before the
@@ -151,8 +153,7 @@ def _hub(config: HubDataConfig) -> Made:
     local = Path(config.path).expanduser()
     if local.is_dir():
         files = [file for file in sorted(local.rglob("*")) if file.is_file()]
-        hashes = file_hashes(files, config.cache_dir)
-        pairs = zip(files, hashes, strict=True)
+        pairs = zip(files, sha256_of_all(files), strict=True)
         identity |= {"path": None, "files": [[file.relative_to(local).as_posix(), found] for file, found in pairs]}
 
     def documents(split: str) -> Iterator[str]:
@@ -172,7 +173,8 @@ def _hub(config: HubDataConfig) -> Made:
             yield "".join(rows)
 
     subset = "" if config.subset is None else f", {config.subset}"
-    return f"{config.path}{subset}, {config.train_split}", identity, documents, config.valid_split is not None
+    description = f"{config.path}{subset}, {config.train_split}"
+    return Source(description, identity, documents, _period(config, config.valid_split is not None))
 
 
 def _rows(config: HubDataConfig, split: str) -> Iterator[str]:
@@ -205,22 +207,6 @@ def _load(config: HubDataConfig, split: str) -> Any:
             "set data.train_split and data.valid_split, or give a copy that has it in data.path",
         )
     return splits[split]
-
-
-def file_hashes(files: Sequence[Path], cache_dir: str) -> list[str]:
-    """sha256 of files. The cache directory remembers them by absolute path, size and modification time, if it can."""
-    record = Path(cache_dir).expanduser() / "file_hashes.json"
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        known = dict(json.loads(record.read_text(encoding="utf-8")))
-    stats = [(file, file.stat()) for file in files]
-    keys = [f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}" for file, stat in stats]
-    if new := {key: sha256(file) for file, key in zip(files, keys, strict=True) if key not in known}:
-        known |= new
-        with suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            write_text(record, json.dumps(known, indent=1))
-    return [known[key] for key in keys]
 
 
 def _files(n: int) -> str:

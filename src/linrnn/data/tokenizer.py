@@ -178,17 +178,26 @@ def load_tokenizer(spec: str) -> Tokenizer:
         DataError: the tokenizer does not exist, cannot be fetched, or cannot be parsed.
     """
     path = Path(spec).expanduser()
-    if path.is_file():
-        return _load(path, str(path))
-    if not path.is_dir():
+    if not path.exists():
         named = path.suffix == ".json" or path.suffix in DECOMPRESSORS
         if named or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
             raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
         path = _fetch_from_hub(spec)
-    for file in (path / f"{FILE}{suffix}" for suffix in ("", *DECOMPRESSORS)):
-        if file.is_file():
-            return _load(file, spec)
-    raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
+    if path.is_dir():
+        files = [file for suffix in ("", *DECOMPRESSORS) if (file := path / f"{FILE}{suffix}").is_file()]
+        if not files:
+            raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
+        path = files[0]
+    try:
+        with open_file(path) as stream:
+            content = stream.read().decode("utf-8")
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}", "fetch the file again") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {path} is not UTF-8: {error}", "fetch the file again") from None
+    if path.name.startswith(FILE) and any(path.with_name(settings).is_file() for settings in SETTINGS):
+        return Tokenizer(content, spec, _end_token_of_transformers(content, path.parent), guess=False)
+    return Tokenizer(content, spec)
 
 
 def _fetch_from_hub(name: str) -> Path:
@@ -201,19 +210,6 @@ def _fetch_from_hub(name: str) -> Path:
             f"tokenizer {name} is neither a local file nor available from the hub: {first_line(error)}",
             "check the name and the connection, or give a local tokenizer.json, or null to train one here",
         ) from None
-
-
-def _load(file: Path, name: str) -> Tokenizer:
-    try:
-        with open_file(file) as stream:
-            content = stream.read().decode("utf-8")
-    except DAMAGE as error:
-        raise DataError(f"{file} cannot be read: {first_line(error)}", "fetch the file again") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"tokenizer {file} is not UTF-8: {error}", "fetch the file again") from None
-    if file.name.startswith(FILE) and any(file.with_name(settings).is_file() for settings in SETTINGS):
-        return Tokenizer(content, name, _end_token_of_transformers(content, file.parent), guess=False)
-    return Tokenizer(content, name)
 
 
 def _end_token_of_transformers(content: str, directory: Path) -> str | None:
