@@ -210,16 +210,6 @@ def test_bf16_parameters_keep_decay_rates_in_fp32_and_still_train(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bf16_autocast_runs_and_stays_near_fp32(model):
-    network, ids = build(model), tokens(2, 70)
-    exact = loss_of(network, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(network, ids)
-    loss.backward()
-    assert abs(loss.item() - exact.item()) < 0.02
-
-
-@pytest.mark.parametrize("model", MODELS)
 def test_checkpointed_activations_give_the_same_gradients(model):
     network, ids = build(model), tokens(2, 70)
     kept = gradients(network, ids)
@@ -319,19 +309,11 @@ def saved(model: str, directory: Path, **size: Any) -> Path:
     return directory
 
 
-def test_weights_of_another_architecture_are_refused_with_the_overrides_that_fit(tmp_path):
+def test_weights_of_another_architecture_are_refused_and_the_way_is_named(tmp_path):
     source = saved("gla", tmp_path / "gla", hidden_size=32, layer_parameters_per_d2=20, tie_embeddings=False)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"it has .*, and this run has ") as error:
         load_weights(build("gla"), source, "here")
-    for override in ("size.hidden_size=32", "size.tie_embeddings=false", "size.layer_parameters_per_d2="):
-        assert override in error.value.remedy
-    share = float(error.value.remedy.split("size.layer_parameters_per_d2=")[1].split()[0])
-    fitting = build("gla", hidden_size=32, tie_embeddings=False, layer_parameters_per_d2=share)
-    load_weights(fitting, source, "here")
-    untied = build("gla", hidden_size=32, layer_parameters_per_d2=share)
-    with pytest.raises(ConfigError) as error:
-        load_weights(untied, source, "here")
-    assert error.value.remedy == "add size.tie_embeddings=false", "the layers agree as they are"
+    assert "model=fla model.config=here" in error.value.remedy
     with pytest.raises(ConfigError, match="it is a gla"):
         load_weights(build("kda"), source, "here")
 

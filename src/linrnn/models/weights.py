@@ -5,9 +5,6 @@ The weights are those that transformers would read: `model.safetensors`, else th
 """
 
 import inspect
-import json
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,11 @@ from torch import Tensor
 from linrnn.config.fla import fla_models
 from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.core.files import read_object
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import with_sdpa
 from linrnn.models.build import WHOLE, Part, keep
-from linrnn.models.facts import facts_of
 from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
@@ -36,12 +33,7 @@ AGAIN = "copy the directory again, or save the model again with save_pretrained"
 # Settings that change nothing that a model computes here.
 FREE = {
     *("attn_mode", "bos_token_id", "eos_token_id", "pad_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
-    *("fuse_norm", "fuse_swiglu", "initializer_range", "use_cache", "use_l2warp"),
-}
-# FREE, settings that change no matched model, and settings that `_overrides` compares.
-NOT_COMPARED = FREE | {
-    *("expand_k", "expand_v", "head_dim", "hidden_ratio", "hidden_size", "intermediate_size", "num_heads"),
-    *("num_hidden_layers", "tie_word_embeddings", "vocab_size", "max_position_embeddings", "use_gk", "use_gv"),
+    *("fuse_norm", "fuse_swiglu", "initializer_range", "max_position_embeddings", "use_cache", "use_l2warp"),
 }
 
 
@@ -51,7 +43,18 @@ def find_pretrained(source: str) -> Path:
     Raises:
         DataError: there is neither.
     """
-    return Path(source) if Path(source).is_dir() else _download(source)
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise DataError(
+            f"init_from={source}: no such directory, and the hub gave nothing ({first_line(error)})",
+            "name the directory of a run, a directory with config.json and *.safetensors, or a model of the hub",
+        ) from error
 
 
 def pretrained_vocab_size(directory: Path, source: str) -> int:
@@ -61,7 +64,7 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
         DataError: its config.json cannot be read.
         ConfigError: flash-linear-attention has no such model.
     """
-    settings = _settings(directory, f"init_from={source}")
+    settings = read_object(directory / "config.json", remedy=AGAIN)
     return int(_classes(directory, settings)[1].from_dict(settings).vocab_size)
 
 
@@ -93,7 +96,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
         DataError: the weights are not whole (:func:`_read`), or a file differs from its checksum.
     """
     check_checksums(directory)
-    settings = _settings(directory, str(directory))
+    settings = read_object(directory / "config.json", remedy=AGAIN)
     fla_class, config_class = _classes(directory, settings)
     cpu_ops.prepare(settings["model_type"], device)
     model_class = with_sdpa(fla_class)
@@ -137,10 +140,20 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
         return
     if there.shared_projection_rank != here.shared_projection_rank:
         return
-    if overrides := _overrides(there, here):
-        raise ConfigError(
-            f"init_from={source}: the dimensions differ from size={here.size}", f"add {' '.join(overrides)}"
-        )
+    layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
+    names = (*layer, "num_layers", "vocab_size", "tie_embeddings")
+    differing = {name: getattr(there, name) for name in names if getattr(there, name) != getattr(here, name)}
+    overrides = [
+        f"size.{f'mixers.{here.model}.' if 'head' in name else ''}{name}={str(value).lower()}"
+        for name, value in differing.items()
+        if name != "intermediate_size"  # it follows from `layer_parameters_per_d2`
+    ]
+    if differing.keys() & {*layer}:
+        share = (there.mixer_parameters + there.mlp_parameters) / there.hidden_size**2
+        overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
+    if differing:
+        cause = f"init_from={source}: the dimensions differ from size={here.size}"
+        raise ConfigError(cause, f"add {' '.join(overrides)}")
 
 
 def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:
@@ -148,20 +161,6 @@ def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = Fals
         f"init_from={source}: it is a {kind} and this run has model={arch.model}",
         f"use {f'model=fla model.config={kind}' if fla else f'model={kind}'}, or another init_from",
     )
-
-
-def _download(name: str) -> Path:
-    """The local copy of the hub's files."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise DataError(
-            f"init_from={name}: no such directory, and the hub gave nothing ({first_line(error)})",
-            "name the directory of a run, a directory with config.json and *.safetensors, or a model of the hub",
-        ) from error
 
 
 def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
@@ -178,17 +177,11 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
     """
     weights: dict[str, Tensor] = {}
     for name, listed in _files(directory, source).items():
-        if not (directory / name).is_file():
-            raise DataError(f"{source}: {name} is missing, which {INDEX} lists", AGAIN)
         try:
             with safe_open(directory / name, framework="pt") as file:
-                there = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+                weights |= {key: file.get_tensor(key) for key in listed or file.keys()}
         except (SafetensorError, OSError) as error:
             raise DataError(f"{source}: {name} cannot be read ({error})", AGAIN) from error
-        if listed is not None and (odd := sorted(listed ^ there.keys())):
-            lacks, lists = ("lacks", "lists") if odd[0] in listed else ("holds", "does not list")
-            raise DataError(f"{source}: {name} {lacks} {odd[0]}, which {INDEX} {lists}", AGAIN)
-        weights |= there
     ends = {name for name in expected if tied and name.endswith(("lm_head.weight", ".embeddings.weight"))}
     if surplus := sorted(weights.keys() - expected.keys()):
         raise DataError(f"{source} holds {surplus[0]}, which its config.json has no place for", AGAIN)
@@ -207,10 +200,10 @@ def _read(directory: Path, source: str, expected: dict[str, Tensor], tied: bool)
     return weights
 
 
-def _files(directory: Path, source: str) -> Mapping[str, set[str] | None]:
-    """The files of the weights, each with the names that the index lists for it (None without an index)."""
+def _files(directory: Path, source: str) -> dict[str, list[str]]:
+    """The files of the weights, each with the tensors that the index lists for it (none without an index: all)."""
     if (directory / WEIGHTS).is_file():
-        return {WEIGHTS: None}
+        return {WEIGHTS: []}
     if not (directory / INDEX).is_file():
         pickled = ", ".join(sorted(path.name for path in directory.glob("*.bin")))
         raise DataError(
@@ -218,21 +211,19 @@ def _files(directory: Path, source: str) -> Mapping[str, set[str] | None]:
             + (f", but {pickled}, which is pickled and not read" if pickled else ""),
             "save the model with save_pretrained, which writes them",
         )
+    index = read_object(directory / INDEX, ("weight_map",), AGAIN)["weight_map"]
+    files: dict[str, list[str]] = {}
     try:
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files: dict[str, set[str]] = {}
         for name, file in index.items():
-            if Path(file).name != file:
-                raise ValueError(f"{file} is not in the directory")
-            files.setdefault(file, set()).add(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{source}: {INDEX} has no weight_map from tensors to files here ({error})", AGAIN) from error
+            files.setdefault(Path(file).name, []).append(name)
+    except (AttributeError, TypeError) as error:
+        raise DataError(f"{source}: {INDEX} has no weight_map from tensors to files", AGAIN) from error
     return files
 
 
 def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -> None:
     """Compare config.json with the architecture of `arch`, and with `ours`, FLA's configuration of it."""
-    settings = _settings(directory, f"init_from={source}")
+    settings = read_object(directory / "config.json", remedy=AGAIN)
     if settings.get("model_type") != arch.kind:
         raise _other_model(source, str(settings.get("model_type")), arch)
     if arch.shared_projection_rank is not None:
@@ -241,28 +232,13 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
             f"model.shared_projection_rank={arch.shared_projection_rank}",
             "use model.shared_projection_rank=null, or init_from= a run of this rank",
         )
-    theirs, of_fla = type(ours).from_dict(settings), isinstance(arch, FlaArchitecture)
-    for name in inspect.signature(type(ours)).parameters.keys() - (FREE if of_fla else NOT_COMPARED):
-        given, wanted = getattr(theirs, name, None), getattr(ours, name, None)
-        if not of_fla and name in ("num_kv_heads", "num_v_heads"):
-            given, wanted = given or arch.num_heads, wanted or arch.num_heads
-        if given != wanted:
+    theirs = type(ours).from_dict(settings)
+    for name in sorted(inspect.signature(type(ours)).parameters.keys() - FREE):
+        if (given := getattr(theirs, name, None)) != (wanted := getattr(ours, name, None)):
             raise ConfigError(
                 f"init_from={source}: it has {name}={given}, and this run has {name}={wanted}",
                 f"use model=fla model.config={source}, whose config.json has all fields",
             )
-    if not of_fla and (there := _as_architecture(theirs, arch)):
-        check_dimensions(source, there, arch)
-
-
-def _settings(directory: Path, source: str) -> dict[str, Any]:
-    try:
-        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{source}: {directory}/config.json cannot be read ({error})", AGAIN) from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{source}: {directory}/config.json is no JSON object", AGAIN)
-    return settings
 
 
 def _classes(directory: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
@@ -270,37 +246,3 @@ def _classes(directory: Path, settings: dict[str, Any]) -> tuple[Any, Any]:
     if settings.get("model_type") not in fla_models():
         raise ConfigError(f"{directory} holds a {settings.get('model_type')}", f"name one of {', '.join(fla_models())}")
     return fla_classes(settings["model_type"])
-
-
-def _as_architecture(theirs: Any, arch: Architecture) -> Architecture | None:
-    """FLA's configuration `theirs`, which is of the model of `arch`, as an architecture; None: no size has it."""
-    if (heads := facts_of(arch.model).state(theirs)) is None:
-        return None
-    d = theirs.hidden_size
-    return replace(
-        arch,
-        hidden_size=d,
-        num_layers=theirs.num_hidden_layers,
-        num_heads=heads[0],
-        head_k_dim=heads[1],
-        head_v_dim=heads[2],
-        intermediate_size=theirs.intermediate_size or 256 * -(-int(d * (theirs.hidden_ratio or 4) * 2 / 3) // 256),
-        vocab_size=theirs.vocab_size,
-        tie_embeddings=theirs.tie_word_embeddings,
-    )
-
-
-def _overrides(there: Architecture, here: Architecture) -> list[str]:
-    """The overrides that turn the dimensions of `here` into those of `there`."""
-    layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
-    names = (*layer, "num_layers", "vocab_size", "tie_embeddings")
-    differing = [name for name in names if getattr(there, name) != getattr(here, name)]
-    overrides = []
-    for name in differing:
-        if name != "intermediate_size":  # it follows from `layer_parameters_per_d2`
-            key = f"size.mixers.{here.model}.{name}" if "head" in name else f"size.{name}"
-            overrides.append(f"{key}={str(getattr(there, name)).lower()}")
-    if set(layer) & set(differing):
-        share = (there.mixer_parameters + there.mlp_parameters) / there.hidden_size**2
-        overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
-    return overrides
