@@ -20,7 +20,7 @@ CASES = [
         *("model=transformer", "parallel=fsdp", "model.shared_projection_rank=32"),
         *("size.tie_embeddings=false", "trainer.precision=bf16"),
     ],
-    ["model=fla", "model.config=retnet", "parallel=vocab"],
+    ["model=fla", "model.config=delta_net", "parallel=vocab"],
 ]
 
 

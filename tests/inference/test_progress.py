@@ -18,12 +18,11 @@ from linrnn.training.trainer import Trainer
 def waiting_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lines come every few milliseconds. The returned function waits for one with a text."""
     lines: list[str] = []
-    due_line = progress._due_line
+    line = progress._line
 
-    def noted() -> str | None:
-        if line := due_line():
-            lines.append(line)
-        return line
+    def noted(*arguments: Any) -> str:
+        lines.append(line(*arguments))
+        return lines[-1]
 
     def wait(text: str) -> None:
         end = time.monotonic() + 60
@@ -31,9 +30,8 @@ def waiting_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             assert time.monotonic() < end, f"no line with {text!r}, but {lines[-3:]}"
             time.sleep(0.002)
 
-    monkeypatch.setattr(progress, "_due_line", noted)
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "MOST_SECONDS", 0.002)
+    monkeypatch.setattr(progress, "_line", noted)
+    monkeypatch.setattr(progress, "SECONDS", 0.002)
     return wait
 
 

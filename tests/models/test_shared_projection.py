@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from fitting import fitted
-from generation import check_cache
 from torch import Tensor
 from torch.func import functional_call
 
@@ -142,11 +141,6 @@ def test_compiled_models_give_the_same_gradients_and_compile_once(model, mode, c
     assert compiled == len(graphs) > 0, "a new call needs no new graph"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_generation_with_a_cache_follows_the_full_forward_pass(model):
-    check_cache(build(model).hf.eval(), tokens(1, 20))
-
-
 # ----------------------------------------------------------------------------------------- how they are built
 @pytest.mark.parametrize(("size", "rank"), [("350m", 256), ("1b3", 1024)])
 @pytest.mark.parametrize("model", MODELS)
@@ -160,20 +154,6 @@ def test_formulas_count_the_parameters_of_the_built_modules_and_bodies_stay_matc
     assert sum(p.numel() for p in layer.attn.parameters()) == arch.mixer_parameters
     assert sum(p.numel() for p in layer.mlp.parameters()) == arch.mlp_parameters
     assert sum(p.numel() for p in hf.parameters()) == dataclasses.replace(arch, num_layers=2).n_parameters
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_stands_once_under_one_name_and_is_drawn_like_fla_s(model):
-    network = build(model)
-    names = [name for name in network.hf.state_dict() if ".layers.0." in name]
-    shared = {f"model.layers.0.attn.qkv.{one}.weight" for one in ("down", "q", "k", "v")}
-    assert shared == {name for name in names if ".qkv." in name}
-    assert not any(name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) for name in names)
-    assert sum(p.numel() for p in network.parameters()) == network.arch.n_parameters
-    for name, weight in network.hf.named_parameters():
-        if name in shared:
-            assert weight.std().item() == pytest.approx(0.02, rel=0.1), name
-            assert abs(weight.mean().item()) < 0.002, name
 
 
 # --------------------------------------------------------------------------------------------------- as a run

@@ -118,7 +118,7 @@ def call_of_the_mixer(config: Config, device: torch.device) -> Call:
     if not calls:
         raise UnsupportedError(
             f"the first layer of {config.model.label} calls no recurrence that has a plain-torch form",
-            "choose model=gla, gated_deltanet or kda, or model=fla with delta_net, hgrn2, retnet or linear_attn",
+            "choose model=gla, gated_deltanet or kda, or model=fla model.config=delta_net",
         )
     call = calls[0]
     if config.model.chunk_size is not None:

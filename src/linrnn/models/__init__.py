@@ -2,7 +2,7 @@
 
 from linrnn.models.build import BlankModel, build_model
 from linrnn.models.language_model import LanguageModel
-from linrnn.models.support import check_device, check_heads, check_installed, check_supported, explain_refusal
+from linrnn.models.support import check_device, check_installed, check_supported, explain_refusal
 from linrnn.models.weights import (
     check_dimensions,
     check_finite,
@@ -19,7 +19,6 @@ __all__ = [
     "check_device",
     "check_dimensions",
     "check_finite",
-    "check_heads",
     "check_installed",
     "check_supported",
     "explain_refusal",

@@ -4,7 +4,6 @@ FLA calls the flash_attn package, which few machines have. The two functions bel
 even where it is installed, so that results do not depend on it.
 """
 
-import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +68,7 @@ def flash_attn_varlen_func(
 def with_sdpa(kind: Any) -> Any:
     """FLA's class of a language model, or of a part of it, whose `Attention` layers call the two functions.
 
-    FLA's own class stays as it is. The returned one is pickled as a call of this function.
+    FLA's own class stays as it is.
     """
     return _classes(kind.__module__)[kind.__name__]
 
@@ -91,19 +90,7 @@ def _classes(module: str) -> dict[str, Any]:
     return names
 
 
-class _Class(type):
-    """The type of the classes made here."""
-
-
-def _reduced(kind: _Class) -> Any:
-    of_fla = vars(kind).get("of_fla")
-    return kind.__qualname__ if of_fla is None else (with_sdpa, (of_fla,))  # a subclass is pickled by its name
-
-
-copyreg.pickle(_Class, _reduced)
-
-
 def _subclass(kind: Any, names: dict[str, Callable[..., Any]], *methods: str) -> Any:
     """A class of FLA's whose `methods` find `names` instead of what has these names in FLA's module."""
-    members = {method: calling(vars(kind)[method], names) for method in methods} | {"of_fla": kind}
-    return _Class(kind.__name__, (kind,), members | {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    members = {method: calling(vars(kind)[method], names) for method in methods}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__, "__qualname__": kind.__qualname__})

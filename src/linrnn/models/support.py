@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 
 import torch
 from packaging.version import Version
@@ -10,16 +9,12 @@ from packaging.version import Version
 from linrnn.config.schema import FlaModelConfig, ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, accessed_illegally
 from linrnn.models import cpu_ops
-from linrnn.models.facts import Architecture, facts_of, matched
-from linrnn.models.fla_any import FlaArchitecture
+from linrnn.models.facts import facts_of, matched
 
 FLA_VERSION = "0.6.0"
 HOPPER = 9  # major compute capability
 # What FLA raises where it does not take a GPU, a version or dimensions.
 FLA_REFUSES = (ImportError, AssertionError, NotImplementedError, ValueError, TypeError, RuntimeError)
-# On Hopper GPUs these models' kernels end with an illegal memory access for heads of 32 dimensions, with Triton 3.6 and
-# 3.7.1. With 64 they train (results/log/2026-11-28.md). The access ends the process, so no step may find out.
-CRASH_WITH_NARROW_HEADS, LEAST_HEAD_DIM = ("mesa_net", "path_attn"), 64
 
 
 def check_supported(model: ModelConfig, device: torch.device) -> None:
@@ -43,15 +38,12 @@ def check_installed(model: ModelConfig) -> None:
         matched(model.name)  # raises for an unknown name
     _check_chunk_size(model)
     try:
-        installed = importlib.metadata.version("flash-linear-attention")
+        there = f"{importlib.metadata.version('flash-linear-attention')} is installed"
     except importlib.metadata.PackageNotFoundError:
+        there = "is not installed"
+    if there != f"{FLA_VERSION} is installed":
         raise UnsupportedError(
-            f"model={model.name} is built from flash-linear-attention, which is not installed",
-            f"pip install flash-linear-attention=={FLA_VERSION}",
-        ) from None
-    if installed != FLA_VERSION:
-        raise UnsupportedError(
-            f"flash-linear-attention {installed} is installed; linrnn calls into {FLA_VERSION}",
+            f"model={model.name}: flash-linear-attention {there}; linrnn calls into {FLA_VERSION}",
             f"pip install flash-linear-attention=={FLA_VERSION}",
         )
 
@@ -69,26 +61,6 @@ def check_device(model: ModelConfig, device: torch.device) -> None:
         cpu_ops.check_model(kind)
     else:
         raise UnsupportedError(f"device {device.type} is not supported", "use device=cpu or device=cuda")
-
-
-def check_heads(architecture: Architecture, device: torch.device) -> None:
-    """Raise if FLA's kernels crash on `device` with heads of these dimensions.
-
-    Raises:
-        UnsupportedError: `mesa_net` or `path_attn` with heads of fewer than 64 dimensions, on a Hopper GPU.
-    """
-    kind = architecture.kind
-    if not isinstance(architecture, FlaArchitecture) or kind not in CRASH_WITH_NARROW_HEADS or device.type != "cuda":
-        return
-    width = architecture.hidden_size
-    head_dim = json.loads(architecture.settings).get("head_dim") or width // architecture.num_heads
-    if head_dim < LEAST_HEAD_DIM and torch.cuda.get_device_capability(device)[0] == HOPPER:
-        raise UnsupportedError(
-            f"model.config={kind}: on Hopper GPUs FLA's kernels access memory that is not theirs, with heads of "
-            f"{head_dim} dimensions",
-            f"use heads of {LEAST_HEAD_DIM} dimensions or more: size=mve, or "
-            f"size.mixers.transformer.num_heads={max(1, width // LEAST_HEAD_DIM)}",
-        )
 
 
 def _check_chunk_size(model: ModelConfig) -> None:

@@ -12,7 +12,6 @@ from packaging.version import Version
 from linrnn.config import load_config
 from linrnn.config.fla import fla_models
 from linrnn.core.errors import UnsupportedError
-from linrnn.models.support import CRASH_WITH_NARROW_HEADS
 from linrnn.runs.directory import LOG
 from linrnn.training.trainer import Trainer
 
@@ -34,11 +33,10 @@ REFUSED = {
     "deltaformer": "flash-attn",
     "log_linear_mamba2": "same dtype",
     "mamba3": "mamba_ssm",
-    "mesa_net": "memory that is not theirs",
     "moba": "flash-attn",
     "nsa": "power of 2",
-    "path_attn": "memory that is not theirs",
 }
+CRASH_WITH_NARROW_HEADS = ("mesa_net", "path_attn")  # on Hopper, below 64 dimensions: the process cannot go on
 GATED = ("comba", "gated_deltanet", "precond_gated_deltanet")  # on Hopper they need Triton 3.7.1
 eager_losses: dict[tuple[str, ...], float] = {}
 
@@ -78,7 +76,7 @@ def test_hybrids_train_three_steps_with_five_losses(name, loss, small):
     agrees_with_eager(small, loss, name, "model.attention_every=2", "model.attention_window=64")
 
 
-@pytest.mark.parametrize("name", sorted(set(fla_models()) - set(NAMED) - set(REFUSED) - set(NOT_BUILT)))
+@pytest.mark.parametrize("name", sorted({*fla_models()} - {*NAMED, *REFUSED, *NOT_BUILT, *CRASH_WITH_NARROW_HEADS}))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_other_models_train_three_steps_with_five_losses(name, loss, small):
     agrees_with_eager(small, loss, name)

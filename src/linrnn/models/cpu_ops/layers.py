@@ -57,20 +57,6 @@ def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
-def rms_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """RMSNorm of x, then a linear layer."""
-    y = rms_norm(x, norm_weight, norm_bias, eps=eps)
-    assert isinstance(y, Tensor)
-    return F.linear(y, linear_weight, linear_bias)
-
-
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) · y."""
     return F.silu(x) * y

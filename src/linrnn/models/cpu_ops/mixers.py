@@ -269,38 +269,6 @@ def chunk_delta_rule(
     )
 
 
-def chunk_retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """RetNet's retention: head h decays by 1 − 2^(−5−h) at every token (Sun et al. 2023, arXiv:2307.08621)."""
-    heads = torch.arange(q.shape[2], dtype=torch.float32, device=q.device)
-    g = torch.log1p(-torch.exp2(-5 - heads)).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
-    return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
-
-
-def chunk_linear_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    normalize: bool = True,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Linear attention without decay."""
-    if normalize:
-        raise UnsupportedError(
-            "linear attention whose output is normalised has no CPU version in linrnn.models.cpu_ops", "run it on a GPU"
-        )
-    g = torch.zeros(*q.shape[:3], 1, device=q.device)
-    return chunk_gla(q, k, v, g, None, initial_state, output_final_state, False, cu_seqlens)
-
-
 def _l2_normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 

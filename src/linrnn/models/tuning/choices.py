@@ -35,7 +35,6 @@ class _Process:
 
     mode: str = "stored"
     tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those that the GPU can use
-    made_with: set[str] = field(default_factory=set)  # GPUs and versions that made choices and are not those here
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     tuning_seconds: float = 0.0
     measured_for: dict[str, int] = field(default_factory=dict)  # milliseconds, see `use`
@@ -137,7 +136,6 @@ class Choices(dict[tuple[Any, ...], Any]):
             config = {config_text(config): config for config in usable}.get(found[1])
             if config is not None:
                 self._take(key, config, STORED if found[0] == text else NEAR)
-                _process.made_with |= _other_makers(table)
                 return True
         if _process.mode == "strict":
             raise UnsupportedError(
@@ -182,7 +180,7 @@ def use(mode: str, table: Table | None = None, **milliseconds: int) -> None:
     adopt()
     tables = None if table is None else (table,)
     _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
-    _process.made_with, _process.measured_for = set(), milliseconds
+    _process.measured_for = milliseconds
     for choices in _all:
         choices.clear()
 
@@ -210,8 +208,6 @@ def remark() -> str | None:
     if (now := used()) is None:
         return None
     line = f"autotune cache {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
-    if _process.made_with:
-        line += f" (some made {', '.join(sorted(_process.made_with))})"
     if now[FIRST]:
         line += f", {now[FIRST]} in their first configuration"
     if not now[TUNED]:
@@ -221,12 +217,6 @@ def remark() -> str | None:
     return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
 
 
-def _other_makers(table: Table) -> set[str]:
-    """The GPU on which a table was made and the versions with which it was made, as far as they are not those here."""
-    versions = {f"with {name} {number}" for name, number in table.versions.items() if version(name) != number}
-    return versions | ({f"on {table.gpu}"} if gpu_name() not in (table.gpu, None) else set())
-
-
 def chosen() -> dict[str, dict[str, str]]:
     """The choices of this run so far, as a table holds them."""
     return {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
@@ -234,9 +224,7 @@ def chosen() -> dict[str, dict[str, str]]:
 
 def stored_tables() -> Sequence[Table]:
     """The stored tables that this machine's GPU can use, best first (:func:`read_tables`); none without a GPU."""
-    if (name := gpu_name()) is None:
-        return ()
-    return _read(name, gpu_capability(), version("triton"))
+    return () if (name := gpu_name()) is None else _read(name, gpu_capability(), version("triton"))
 
 
 _read = functools.cache(read_tables)

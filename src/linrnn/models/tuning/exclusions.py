@@ -10,7 +10,7 @@ import torch
 ACTIVATIONS, MOST_ELEMENTS_OF_A_THREAD = "fla.modules.activations.ops", 32
 # On Hopper four warps multiply with wgmma instructions. For tiles of 32 columns Triton 3.7.1 compiles this kernel
 # wrongly: the GPU reports an illegal memory access (triton-lang/triton, issue 11366), or the gradients are not those of
-# two warps. `pytest -m gpu -s tests/models/test_exclusions_gpu.py` measures it.
+# two warps. results/log/2026-11-28.md has the measurement.
 GRADIENTS_OF_QK, WARPS_OF_WGMMA, NARROW = "fla.ops.common.chunk_o:chunk_bwd_kernel_dqkwg", 4, 32
 # GLA's kernel for dv multiplies a chunk's scores by the output's gradients in IEEE fp32, so without tensor cores, and
 # unrolls the product. With 128 tokens, two warps and 128 value dimensions each thread has 32,768 multiply-adds, which

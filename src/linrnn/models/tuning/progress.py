@@ -8,61 +8,40 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from linrnn.core.output import say as print_line
 
-FIRST_SECONDS, MOST_SECONDS = 5.0, 30.0  # until the first line of an activity, and at most between two lines
+SECONDS = 10.0  # until the first line of an activity, and between two lines
 Text = str | Callable[[], str]
 
-
-@dataclass(eq=False)
-class _Activity:
-    text: Text
-    since: float
-    due: float
-
-    def __str__(self) -> str:
-        return self.text if isinstance(self.text, str) else self.text()
-
-
-_activities: list[_Activity] = []  # of all threads: a backward pass runs in another thread than its step
-_changed = threading.Condition()
+_activities: list[tuple[Text, float]] = []  # with their starts; of all threads: a backward pass has a thread of its own
 
 
 @contextlib.contextmanager
 def during(text: Text) -> Iterator[None]:
     """Within the context, progress lines name this activity. A function is asked for its text at every line."""
-    now = time.monotonic()
-    activity = _Activity(text, now, now + FIRST_SECONDS)
-    with _changed:
-        _activities.append(activity)
-        if len(_activities) == 1:
-            _changed.notify_all()
+    activity = (text, time.monotonic())
+    _activities.append(activity)
     try:
         yield
     finally:
-        with _changed:
-            _activities.remove(activity)
+        _activities.remove(activity)
 
 
 @contextlib.contextmanager
 def show_progress(say: Callable[[str], None] = lambda line: print_line(line, sys.stderr)) -> Iterator[None]:
-    """Within the context, activities of more than five seconds are shown through `say`, from a thread of its own.
+    """Within the context, activities of more than ten seconds are shown through `say`, from a thread of its own.
 
-    The next line comes when the activity has taken twice as long, and after 30 seconds at the latest. Without `say`
-    the lines go to standard error, so that standard output holds results alone.
+    Without `say` the lines go to standard error, so that standard output holds results alone.
     """
     stopped = threading.Event()
 
     def watch() -> None:
-        while not stopped.is_set():
-            with _changed:
-                line = _due_line()
-                if line is None:
-                    _changed.wait(_seconds_to_next())
-            if line is not None:
-                say(line)
+        last = 0.0  # time of the last line
+        while not stopped.wait(SECONDS / 10):
+            if (running := [*_activities]) and (now := time.monotonic()) >= max(last, running[0][1]) + SECONDS:
+                last = now
+                say(_line(now - running[0][1], *(text for text, _ in running[:2])))
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
@@ -70,20 +49,10 @@ def show_progress(say: Callable[[str], None] = lambda line: print_line(line, sys
         yield
     finally:
         stopped.set()
-        with _changed:
-            _changed.notify_all()
         thread.join()
 
 
-def _due_line() -> str | None:
-    """The outermost activity with its time, and the one within it, if a line is due."""
-    if not _activities or (now := time.monotonic()) < _activities[0].due:
-        return None
-    outer, *inner = _activities
-    elapsed = now - outer.since
-    outer.due = now + min(elapsed, MOST_SECONDS)
-    return f"{outer}: {elapsed:.0f} s so far" + (f"; {inner[0]}" if inner else "")
-
-
-def _seconds_to_next() -> float | None:
-    return max(_activities[0].due - time.monotonic(), 0.01) if _activities else None
+def _line(seconds: float, *texts: Text) -> str:
+    """The outermost activity with its time, and the one within it."""
+    outer, *inner = (text if isinstance(text, str) else text() for text in texts)
+    return "; ".join([f"{outer}: {seconds:.0f} s so far", *inner])

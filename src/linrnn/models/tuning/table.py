@@ -9,7 +9,6 @@ arguments that Triton tunes for, then the dtypes of all tensors.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +71,7 @@ class Table:
 
 def table_path(gpu: str, triton: str, folder: Path = TABLES) -> Path:
     """The file for a GPU of this name and this version of Triton. 3.6.0 and 3.6.1 share one."""
-    return folder / f"{slug(gpu)}-triton_{'.'.join(triton.split('.')[:2])}.json"
+    return folder / f"{slug(gpu)}-triton_{_minor(triton)}.json"
 
 
 def read_table(gpu: str, triton: str, folder: Path = TABLES) -> Table | None:
@@ -88,20 +87,14 @@ def read_table(gpu: str, triton: str, folder: Path = TABLES) -> Table | None:
 def read_tables(gpu: str, capability: str, triton: str, folder: Path = TABLES) -> list[Table]:
     """The stored tables that a GPU can use: its own first, then those of other GPUs of its compute capability.
 
-    Of the tables of one GPU, that of this version of Triton comes first, then the others, newest first.
+    Of the tables of one GPU, that of this version of Triton comes first.
 
     Raises:
         DataError: a file is damaged.
     """
-    found = [read_file(path) for path in sorted(folder.glob("*-triton_*.json"))]
+    found = [read_file(path) for path in sorted(folder.glob("*-triton_*.json"), reverse=True)]
     usable = [table for table in found if gpu == table.gpu or capability == table.capability]
-    usable.sort(key=lambda table: _numbers(table.versions["triton"]), reverse=True)
-
-    def rank(table: Table) -> tuple[bool, str, bool]:
-        own_version = table_path(gpu, table.versions["triton"]) == table_path(gpu, triton)
-        return table.gpu != gpu, table.gpu, not own_version
-
-    return sorted(usable, key=rank)
+    return sorted(usable, key=lambda one: (one.gpu != gpu, one.gpu, _minor(one.versions["triton"]) != _minor(triton)))
 
 
 def read_file(path: Path) -> Table:
@@ -118,8 +111,8 @@ def read_file(path: Path) -> Table:
     return Table(content["gpu"], versions, kernels, content.get(CAPABILITY))
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _split(key: str) -> tuple[list[str], list[int]]:

@@ -21,9 +21,20 @@ def gated_slot_attention(fla: Any) -> int:
     return 4 * (fla.num_slots or keys // fla.num_heads) * (keys + values)
 
 
+def hgrn2(fla: Any) -> int:
+    """GLA's, with `expand_ratio` keys for each head (arXiv:2404.07904): 2 x 2KV."""
+    return 4 * fla.expand_ratio * fla.hidden_size
+
+
 def mamba2(fla: Any) -> int:
     """Updating the state, B xᵀ, and reading it, Cᵀ S (arXiv:2405.21060, section 3): 2 x 2KV."""
     return 4 * fla.state_size * fla.num_heads * fla.head_dim
+
+
+def retnet(fla: Any) -> int:
+    """Linear attention with a fixed decay for each head (arXiv:2307.08621): 2 x 2KV."""
+    keys, values = (round(fla.hidden_size * ratio) for ratio in (fla.expand_k, fla.expand_v))
+    return 4 * keys * values // fla.num_heads
 
 
 def rwkv7(fla: Any) -> int | None:
@@ -34,5 +45,10 @@ def rwkv7(fla: Any) -> int | None:
 
 register_model(ModelFacts("gated_deltaproduct", "Gated DeltaProduct", recurrence=gated_delta_product))
 register_model(ModelFacts("gsa", "Gated Slot Attention", recurrence=gated_slot_attention))
+register_model(
+    ModelFacts("hgrn2", "HGRN2", recurrence=hgrn2, sized=lambda width, heads: {"expand_ratio": width // heads})
+)
+register_model(ModelFacts("linear_attn", "Linear attention"))
 register_model(ModelFacts("mamba2", "Mamba-2", recurrence=mamba2))
+register_model(ModelFacts("retnet", "RetNet", recurrence=retnet))
 register_model(ModelFacts("rwkv7", "RWKV-7", recurrence=rwkv7))
