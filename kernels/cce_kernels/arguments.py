@@ -35,31 +35,17 @@ _PRESET_DEFAULTS = {
     "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
     "accumulate": "kahan",
 }  # fmt: skip
-_NUMBERS = ("logit_scale", "label_smoothing", "z_loss")
-_NUMBERS_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # e, c, targets, bias and main_grad_c
+_OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # e, c, targets, bias and main_grad_c
 
 
 def checked(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    token_weights: Tensor | None,
-    main_grad_c: Tensor | None,
-    options: dict[str, Any],
-    *,
-    preset: str | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    shift: int = 0,
-    return_lse: bool = False,
-    return_metrics: bool = False,
-    return_stats: bool = False,
-    place: Place | None = None,
-    target_weights: Tensor | None = None,
-) -> tuple[Inputs, Call, torch.Size]:
+    e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, token_weights: Tensor | None,
+    main_grad_c: Tensor | None, options: dict[str, Any], *, preset: str | None = None, ignore_index: int = -100,
+    reduction: str = "mean", shift: int = 0, return_lse: bool = False, return_metrics: bool = False,
+    return_stats: bool = False, place: Place | None = None, target_weights: Tensor | None = None,
+) -> tuple[Inputs, Call, torch.Size]:  # fmt: skip
     """The tensors of a call with rows in one dimension, all else about it, and the shape of the targets (...).
 
     The only visit to the checks. The arguments are those of `linear_cross_entropy`; options are the fields of
@@ -71,12 +57,15 @@ def checked(
     o = make_options(preset, options)
     check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
     vocab = 0 if place is None else sum(place.shards)
-    given, every_target, every_weight = targets, None, None
+    given, every_target, every_weight, weights = targets, None, None, None
     if target_weights is not None:
         _check_target_weights(e, targets, target_weights, token_weights, o)
         targets = targets[..., 0]
     targets, ignore_index = check_inputs((e, c, targets, bias, main_grad_c), ignore_index, reduction, shift, vocab)
-    weights = None if token_weights is None else weights_of_rows(token_weights, targets, shift)
+    if token_weights is not None:
+        check_weights("token_weights", token_weights, targets)
+        weights = token_weights.float()
+        weights = (shifted(weights, shift, 0) if shift else weights).reshape(-1).contiguous()
     if target_weights is not None:
         targets, every_target, every_weight = _first_targets(
             given, target_weights, ignore_index, shift, vocab or c.shape[0]
@@ -107,6 +96,7 @@ def _product_dtype(e: Tensor, c: Tensor) -> torch.dtype:
     return e.dtype if e.dtype == c.dtype else torch.promote_types(e.dtype, c.dtype)
 
 
+# ------------------------------------------------------------------------------------------------------------ options
 def make_options(preset: str | None, options: dict[str, Any]) -> Options:
     """The options of a call: those given by name, and those of the preset.
 
@@ -132,9 +122,14 @@ def _checked_options(preset: str | None, **options: Any) -> Options:
                 f"{name}: must be a number, because options get no gradient; got a tensor. Give its .item(). A "
                 "learned scale must be multiplied into e"
             )
-        check_option(name, value)
-        if isinstance(value, Real) and type(value) not in (bool, float, int):  # of NumPy, or a fraction
-            options[name] = float(value)
+        if name in FLAGS:
+            check_flags(**{name: value})
+        elif name != "accumulate" and not (value is None and name in _OR_NONE):
+            if isinstance(value, bool) or not isinstance(value, Real):
+                kind = "a number or None" if name in _OR_NONE else "a number"
+                raise TypeError(f"{name}: must be {kind}, got {_kind(value)}")
+            if type(value) not in (float, int):  # of NumPy, or a fraction
+                options[name] = float(value)
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
@@ -151,6 +146,7 @@ def _checked_options(preset: str | None, **options: Any) -> Options:
 _known_options = lru_cache(maxsize=1024, typed=True)(_checked_options)  # the checks take as long as a small kernel
 
 
+# ------------------------------------------------------------------------------------------------------------- tensors
 def check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: int, vocab: int) -> tuple[Tensor, int]:
     """Check e, c, targets, bias and main_grad_c; return the targets in int64 and ignore_index as an int.
 
@@ -199,17 +195,19 @@ def _check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: in
     ignore_index, shift = as_integer("ignore_index", ignore_index), as_integer("shift", shift)
     refuse_device(e)
     for name, x in (("e", e), ("c", c), ("bias", bias)):
-        if x is not None and hasattr(x, "__tensor_flatten__"):
+        if x is None:
+            continue
+        if hasattr(x, "__tensor_flatten__"):
             quantised = type(x).dequantize is not Tensor.dequantize
             remedy = "its dequantize()" if quantised else (
                 "a plain tensor: full_tensor() of a DTensor (or to_local() and "
                 "vocabulary_parallel_linear_cross_entropy), clone() of an AsyncCollectiveTensor"
             )  # fmt: skip
             raise ValueError(f"{name}: is a {type(x).__name__}, a tensor subclass; give {remedy}")
-        if x is not None and x.dtype not in DTYPES:
+        if x.dtype not in DTYPES:
             remedy = "; dequantize it" if x.itemsize == 1 else ""
             raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}{remedy}")
-        if x is not None and x.device != e.device:
+        if x.device != e.device:
             raise ValueError(f"{name}: is on {x.device}, e on {e.device}")
     if e.dim() < 1 or c.dim() != 2 or e.shape[-1] != c.shape[1] or 0 in c.shape:
         raise ValueError(f"c: must be (V, D) for e (..., D), none of them 0, got {_sizes(c)} for {_sizes(e)}")
@@ -227,8 +225,7 @@ def _check_inputs(tensors: Tensors, ignore_index: int, reduction: str, shift: in
         if not fits or main_grad_c.device != c.device:
             raise ValueError(f"main_grad_c: must be contiguous fp32 {_sizes(c)} on {c.device}, like c")
     check_reduction_and_shift(reduction, shift, targets)
-    # Widened first, because a narrower dtype may not hold ignore_index.
-    targets = targets.long()
+    targets = targets.long()  # first, because a narrower dtype may not hold ignore_index
     _refuse_outside(targets, ignore_index, vocab or c.shape[0])
     return targets, ignore_index
 
@@ -246,15 +243,12 @@ def _check_target_weights(e: Any, targets: Any, target_weights: Any, token_weigh
     """Raise an error if several targets a row and their weights do not fit, or meet what they cannot combine with."""
     check_tensor("e", e)
     check_tensor("targets", targets)
-    check_weights("target_weights", target_weights)
+    check_tensor("target_weights", target_weights)
     if targets.dim() != e.dim() or targets.shape[:-1] != e.shape[:-1] or not targets.shape[-1]:
         raise ValueError(
             f"targets: must be {_sizes(e[..., 0])} and K with target_weights, at least one a row, got {_sizes(targets)}"
         )
-    if target_weights.shape != targets.shape:
-        raise ValueError(f"target_weights: must be {_sizes(targets)} like targets, got {_sizes(target_weights)}")
-    if target_weights.device != targets.device:
-        raise ValueError(f"target_weights: is on {target_weights.device}, targets on {targets.device}")
+    check_weights("target_weights", target_weights, targets)
     if token_weights is not None:
         raise ValueError(
             "token_weights: cannot combine with target_weights; give target_weights * token_weights[..., None]"
@@ -275,14 +269,19 @@ def _first_targets(
     if shift:
         targets, weights = shifted(targets.mT, shift, ignore_index).mT, shifted(weights.mT, shift, 0).mT
     first = (targets != ignore_index).int().argmax(dim=-1)
-    places = torch.arange(targets.shape[-1], device=targets.device).expand_as(targets)
+    k = targets.shape[-1]
+    places = torch.arange(k, device=targets.device).expand_as(targets)
     places = places.scatter(-1, first[..., None], 0)  # the first target there changes places with this one
     places[..., 0] = first
     targets, weights = targets.gather(-1, places), weights.gather(-1, places)
     columns = target_columns(targets, ignore_index, vocab)
     weights = weights.masked_fill(columns == IGNORED, 0.0).masked_fill(columns == OUTSIDE, torch.nan)
-    k = targets.shape[-1]
     return targets[..., 0], columns.reshape(-1, k).contiguous(), weights.reshape(-1, k).contiguous()
+
+
+def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """Targets (..., T) int64 moved `shift` places to the front; the last `shift` become ignore_index."""
+    return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
 
 
 def refuse_transforms(*gradients: Tensor | None) -> None:
@@ -299,6 +298,7 @@ def refuse_transforms(*gradients: Tensor | None) -> None:
         )
 
 
+# ------------------------------------------------------------------------------------------- checks that others share
 def check_reduction_and_shift(reduction: Any, shift: int, targets: Tensor) -> None:
     """Raise a ValueError if there is no such reduction, or if shift moves the targets (...) too far."""
     if reduction not in REDUCTIONS:
@@ -308,39 +308,17 @@ def check_reduction_and_shift(reduction: Any, shift: int, targets: Tensor) -> No
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
 
 
-def shifted(targets: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """Targets (..., T) int64 moved `shift` places to the front; the last `shift` become ignore_index."""
-    return torch.cat((targets[..., shift:], torch.full_like(targets[..., :shift], ignore_index)), dim=-1)
-
-
-def weights_of_rows(token_weights: Tensor | None, targets: Tensor, shift: int) -> Tensor | None:
-    """The weight of each row's loss, (N,) fp32 contiguous, checked; or None.
-
-    Raises:
-        TypeError, ValueError: token_weights is no tensor, or does not fit targets, or requires a gradient.
-    """
-    if token_weights is None:
-        return None
-    check_weights("token_weights", token_weights)
-    if token_weights.shape != targets.shape:
-        raise ValueError(f"token_weights: must be {_sizes(targets)} like targets, got {_sizes(token_weights)}")
-    if token_weights.device != targets.device:
-        raise ValueError(f"token_weights: is on {token_weights.device}, targets on {targets.device}")
-    weights = token_weights.float()
-    return (shifted(weights, shift, 0) if shift else weights).reshape(-1).contiguous()
-
-
-def check_weights(name: str, x: Any) -> None:
-    """Raise an error if x cannot be weights of rows or of classes: no tensor, of a wrong dtype, or with a gradient."""
+def check_weights(name: str, x: Any, like: Tensor | None = None) -> None:
+    """Raise an error if x cannot be weights of classes, or of the targets `like`."""
     check_tensor(name, x)
     if x.dtype not in DTYPES:
         raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
     if x.requires_grad:
         raise ValueError(f"{name}: requires a gradient, but gets none; give {name}.detach()")
-
-
-def _sizes(x: Tensor) -> tuple[int, ...]:
-    return tuple(x.shape)
+    if like is not None and x.shape != like.shape:
+        raise ValueError(f"{name}: must be {_sizes(like)} like targets, got {_sizes(x)}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name}: is on {x.device}, targets on {like.device}")
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -354,25 +332,8 @@ def check_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name}: must be a dense tensor, got one of layout {x.layout}; give its to_dense()")
 
 
-def check_option(name: str, x: Any) -> None:
-    """Raise a TypeError if x has the wrong type for the field `name` of `Options`."""
-    if type(x) in (float, int) and name not in FLAGS:  # the common case first, to save time on the host
-        return
-    if name in FLAGS:
-        check_flags(**{name: x})
-    elif name in _NUMBERS and (isinstance(x, bool) or not isinstance(x, Real)):
-        raise TypeError(f"{name}: must be a number, got {_kind(x)}")
-    elif name in _NUMBERS_OR_NONE and x is not None and (isinstance(x, bool) or not isinstance(x, Real)):
-        raise TypeError(f"{name}: must be a number or None, got {_kind(x)}")
-
-
 def as_integer(name: str, x: Any) -> int:
-    """x as an int.
-
-    Raises:
-        TypeError: x is no integer (None, True or 2.0, for example).
-        ValueError: x does not fit int64.
-    """
+    """x as an int. Raises a TypeError for other types (None, True, 2.0), a ValueError for what does not fit int64."""
     try:
         if isinstance(x, bool):
             raise TypeError
@@ -391,13 +352,10 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name}: must be True or False, got {_kind(x)}")
 
 
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
 def _kind(x: Any) -> str:
     """How a message names x: by its value if it is a number, string or None, else by its type."""
-    kind = type(x)
-    if x is None or isinstance(x, bool | int | float | str):
-        return repr(x)
-    return (
-        kind.__name__
-        if kind.__module__.split(".")[0] in ("builtins", "torch")
-        else f"{kind.__module__}.{kind.__name__}"
-    )
+    return repr(x) if x is None or isinstance(x, bool | int | float | str) else type(x).__name__

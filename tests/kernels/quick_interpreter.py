@@ -13,8 +13,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from planned_operators import Planner
-
 
 def patch_once() -> None:
     """Make the interpreter quick from now on. Without Triton there is nothing to do."""
@@ -49,27 +47,25 @@ def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
 
 
 def _call_at_once(tl: Any, interpreter: Any) -> None:
-    """Call the language's functions without the wrapper that only checks for the builder. Plan the most frequent."""
-    core, planner = tl.core, Planner(tl, interpreter)
-    planned = {core.tensor: planner.of_tensors(), core: planner.of_language(), tl: planner.of_language()}
+    """Call the language's functions without the wrapper that only checks for the builder."""
+    core = tl.core
     calls: dict[tuple[Any, str], Callable[..., Any]] = {}
 
     @core.builtin
     def example(_semantic: Any = None) -> None: ...
 
-    def called(package: Any, name: str, member: Any) -> Callable[..., Any]:
+    def called(member: Any) -> Callable[..., Any]:
         function = member.__wrapped__ if getattr(member, "__code__", None) is example.__code__ else member
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
-        plans = planned.get(package, {})
-        return plans[name](call) if name in plans else call
+        return call
 
     def replace_member(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         if (package, name) not in calls:
-            calls[package, name] = called(package, name, member)
+            calls[package, name] = called(member)
         scope.set_attr(package, name, calls[package, name])
 
     members: dict[Any, list[tuple[str, Any]]] = {}

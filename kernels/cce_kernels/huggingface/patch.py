@@ -56,10 +56,10 @@ def patch(model: Any, *, predictions: bool = False, **options: Any) -> Any:
         model.
 
     Raises:
-        TypeError: the model is of another kind or structure, or an option has the wrong type.
+        TypeError: the model is of another kind, or an option has the wrong type.
         ValueError: the model's loss, head or forward is not its class's, or an option is wrong. The patched forward
-            raises it, too, if loss, head or forward was changed after patch, or if a call with labels asks for logits
-            or a tuple.
+            raises it, too, if it does more with its logits than described, if loss, head or forward was changed after
+            patch, or if a call with labels asks for logits or a tuple.
     """
     if _STATE in getattr(model, "__dict__", {}):
         raise ValueError("model: is patched already; undo that first with cce_kernels.unpatch(model)")

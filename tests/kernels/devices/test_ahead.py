@@ -11,15 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 from cce_kernels import backends, linear_cross_entropy
 from cce_kernels.backends import with_triton
-from cce_kernels.operators import cross_entropy
 from cce_kernels.options import Call, Inputs, Options
 from cce_kernels.runtime import ahead, launch, tiles
 from cce_kernels.runtime.devices import ABSENT
 from compiling import Driver, pretend
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver, jit
 
 from linrnn.models.tuning.compilation import Zeroed
@@ -94,35 +91,6 @@ def test_another_number_of_tokens_compiles_few_kernels(options, n, most, compile
     assert len(compiled) - before <= most
 
 
-@triton.jit
-def some_kernel(x_ptr, n):
-    pass
-
-
-def test_a_kernel_that_no_thread_could_compile_is_compiled_at_its_launch(monkeypatch):
-    tries: list[int] = []
-
-    def compile_at_last(*args, **options):
-        tries.append(len(tries))
-        return "compiled" if len(tries) == 3 else 1 / 0
-
-    monkeypatch.setattr(driver, "_active", Driver(90))
-    monkeypatch.setattr(triton.compiler, "compile", compile_at_last)
-    x = torch.empty(8, device="meta")
-    with ahead.rehearsal(GPU) as found:
-        launch.quick(some_kernel)[(1,)](x, 3)
-    assert found == []
-
-    def launched():
-        kernel = some_kernel.warmup(x, 3, grid=(1,))
-        return kernel.result() if hasattr(kernel, "result") else kernel  # as a launch does
-
-    with pytest.raises(ZeroDivisionError):
-        launched()
-    assert launched() == "compiled"
-    assert len(tries) == 3
-
-
 @pytest.fixture
 def rehearsed(monkeypatch):
     """The rows of the calls that `compile_kernels` rehearses. CPU tensors pass for a GPU's."""
@@ -169,26 +137,6 @@ def test_a_rehearsal_that_fails_is_told_once(rehearsed, monkeypatch):
             ahead.compile_kernels(None, inputs(n), CALL)
     assert rehearsed == [2, 20, 200]
     assert ["compiled ahead (RuntimeError: no threads)" in str(each.message) for each in told] == [True]
-
-
-def test_nothing_of_the_caller_s_thread_sees_a_rehearsal(rehearsed, compiled, monkeypatch):
-    """Neither modes nor hooks of saved tensors. Both passes run, although the caller wants no gradients now."""
-    monkeypatch.setattr(ahead, "_rehearse", REHEARSE)
-    monkeypatch.setattr(backends, "_backend_on", lambda device: with_triton)
-    e, c = (torch.zeros(256, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    x = Inputs(e, c, torch.zeros(256, dtype=torch.int64), *[None] * 4)
-    seen: list = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            seen.append(operator)
-            return operator(*args, **(kwargs or {}))
-
-    with Mode(), torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append), torch.no_grad():
-        ahead.compile_kernels(cross_entropy, x, CALL)
-    assert {"loss_sum_kernel", "mean_gradient_kernel"} <= set(compiled)
-    assert not seen
-    assert e.grad is None
 
 
 HOPPER, AMPERE = 90, 80

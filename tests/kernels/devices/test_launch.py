@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from cce_kernels.runtime import launch, program
+from cce_kernels.runtime import launch
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 
@@ -259,26 +259,3 @@ def test_other_versions_launch_through_triton_and_say_so_once(launched, monkeypa
     assert launcher.by_triton == 2
     assert not launcher.got
     assert not encoded
-
-
-def test_a_program_launches_with_the_addresses_of_other_tensors(launched):
-    """Recorded from one pair of tensors, and run with another. Pointers and descriptors follow."""
-    kernel, launcher, encoded = launched
-    call_short(kernel)  # compiled
-    with program.Tape() as recorded:
-        between = X.new_empty(64)
-        call_short(kernel, x=between)
-        call_short(kernel, x=between[16:], n=6)
-    found = program.Program(recorded, [Y])
-    launcher.got.clear()
-    encoded.clear()
-    y = torch.zeros(40, 32)[8:]
-    assert found.run([y], y) == []  # the scratch is gone
-    first, second = launcher.values()
-    assert encoded == [(y.data_ptr(), (32, 32))] * 2
-    assert first == [first[0], "map 1", 32, 32, 32, 1, 5, 0.5, 64]
-    assert second == [first[0] + 64, "map 2", 32, 32, 32, 1, 6, 0.5, 64]
-    assert {got[:4] for got in launcher.got} == {(3, 1, 1, 7)}
-
-    found.run([y], y)  # the scratch may lie elsewhere now
-    assert [values[6] for values in launcher.values()] == [5, 6, 5, 6]

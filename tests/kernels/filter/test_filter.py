@@ -29,7 +29,7 @@ from cce_kernels.filter import rule as filter_rule
 from cce_kernels.filter.rule import Rule
 from cce_kernels.options import Options
 from cce_kernels.runtime.interpreter import INTERPRETED
-from everywhere import devices, devices_with, interpreted, kernels, on
+from everywhere import devices, devices_with, interpreted, on
 from torch import Tensor
 
 SMALL = (20, 24, 500)  # rows, dimensions, vocabulary: half of the rows, where their number is not what is tested
@@ -282,91 +282,6 @@ def test_the_unbiased_rule_is_right_on_average(device):
     of_many = error_of(filter_eps=2.0**-5, filter_unbiased=True)
     assert of_many < 2 * of_one / draws**0.5 + 3e-3
     assert error_of(filter_eps=2.0**-5) > of_many  # which more draws make smaller still
-
-
-@kernels
-def test_the_kernels_rank_and_draw_as_the_rule_defines(device):
-    from cce_kernels.filter.draw import draw as drawn_by_kernels
-    from cce_kernels.filter.draw import mean_logits, rank_entries
-
-    random = torch.Generator().manual_seed(0)
-    o = Options(filter_eps=2.0**-8, filter_unbiased=True, logit_scale=-0.3)
-    for n_rows, dim, vocab, most_head, dtype in (
-        (90, 4096, 1500, 16, BF16),
-        (2300, 4096, 517, 16, FP32),
-        (9, 16, 40, 16, torch.float16),
-        (50, 8, 1040, 0, BF16),
-    ):
-        targets = torch.randint(vocab, (n_rows,), generator=random)
-        targets[::7] = -1
-        n_head, n_likely = most_head, 64 if vocab > 1000 else most_head
-        e, c = (torch.randn(size, 72, generator=random).to(dtype)[:, :40] for size in (n_rows, vocab))
-        e[::7] = torch.nan  # rows that do not count
-        c[5] = torch.nan
-        bias = None if dtype == BF16 else torch.randn(vocab, generator=random).to(dtype)
-        mean_z = filter_rule.mean_logits(e, c, bias, targets, o)
-        assert mean_z is not None
-        assert mean_z[5] == 0
-        assert not mean_z.isnan().any()
-        rank, likely = filter_rule.by_likelihood(mean_z, n_likely)
-        if rank is None:
-            n_head = 0
-        else:
-            by_kernels = (rank + 1).to(device), (likely + 1).to(device)
-            listable = torch.full((vocab,), -1, dtype=torch.int16, device=device)
-            on_device = [None if x is None else x.to(device) for x in (e, c, bias, targets)]
-            found_z = mean_logits(*on_device, o)
-            torch.testing.assert_close(found_z.cpu(), mean_z, rtol=1e-6, atol=1e-7)
-            rank_entries(found_z, *by_kernels, n_head, listable)
-            assert torch.equal(by_kernels[0].cpu(), rank)
-            assert torch.equal(by_kernels[1].cpu(), likely)
-            assert torch.equal(torch.where(rank < n_head, 0, -1), listable.cpu().long())
-        rule = Rule(torch.empty(()), filter_rule.seed_of(targets), rank, likely, n_head)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(filter_rule, "likely_sizes", lambda *_: (n_head, n_likely))  # noqa: B023
-            there = [None if x is None else x.to(device) for x in (rank, likely)]
-            found = drawn_by_kernels(targets.to(device), dim, vocab, *there, n_head)
-        wanted, block = rule.sample(targets, dim, vocab), torch.arange(n_rows) // filter_rule.block_rows(dim)
-        for name, want in vars(wanted).items():
-            got = getattr(found, name).cpu()
-            assert got.dtype == want.dtype, name
-            if name == "columns":  # which one stands where none was drawn does not matter
-                got, want = (torch.where(wanted.times > 0, x, -1) for x in (got, want))
-            if name == "place":
-                got, want = (torch.where(wanted.times[block, x.clamp(min=0)] > 0, x, -1) for x in (got, want))
-            assert torch.equal(got, want), name
-
-
-@kernels
-def test_the_kernels_row_coefficients_are_torchs(device):
-    """For one gradient or one per row, in any strides.
-
-    Their peak is the largest number among them. NaN rows leave all other rows unchanged.
-    """
-    from cce_kernels import row_math
-    from cce_kernels.triton import row_coefficients
-
-    random = torch.Generator().manual_seed(0)
-    for n_rows in (1, 9000):
-        lse, of_lse = torch.randn(2, n_rows, generator=random)
-        columns = torch.randint(-1, 50, (n_rows,), generator=random)
-        each = torch.randn(n_rows, 3, generator=random)[:, 1]
-        for grad in (torch.tensor(-0.7), torch.tensor(0.5).expand(n_rows), each):
-            for grad_lse, z_loss in ((None, 0.0), (of_lse, 1e-2), (of_lse[:1].expand(n_rows), 0.0)):
-                o = Options(z_loss=z_loss)
-                wanted = row_math.row_coefficients(grad, grad_lse, lse, columns, o)
-                there = [None if x is None else x.to(device) for x in (grad, grad_lse, lse, columns)]
-                found = row_coefficients.row_coefficients(*there, o)
-                for got, want in zip(found, wanted, strict=True):
-                    torch.testing.assert_close(got.cpu(), want.expand(n_rows), rtol=1e-6, atol=1e-6)
-                peak = row_coefficients.Peak.of(*found)
-                assert peak.value.item() == (max(x.abs().max().item() for x in found) or 1)
-                assert all(torch.equal(got, x / peak.value) for got, x in zip((peak.a, peak.b), found, strict=True))
-    lse, columns = torch.zeros(3, device=device), torch.tensor([4, row_math.OUTSIDE, row_math.IGNORED], device=device)
-    a, b = row_coefficients.row_coefficients(torch.tensor(3.0, device=device), None, lse / 0, columns, Options())
-    assert a.nan_to_num(7).tolist() == b.nan_to_num(7).tolist() == [3, 7, 0]
-    peak = row_coefficients.Peak.of(a, b)
-    assert (peak.value.item(), peak.a[0].item(), peak.b[2].item()) == (3, 1, 0)
 
 
 @devices_with("dtype", [BF16, FP32], [BF16, FP32])
