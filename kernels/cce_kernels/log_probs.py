@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_flags, check_tensor, checked
 from .operators import cross_entropy
 from .options import MIB
-from .parallel.dtensors import any_distributed, log_probs_of_dtensors, plain_heads
+from .parallel.dtensors import any_distributed, of_dtensors, plain_heads
 from .row_math import of_targets
 
 
@@ -59,8 +59,8 @@ def linear_log_probs(
         "softcap": softcap, "logit_scale": logit_scale, "accumulate": accumulate, "workspace_mib": workspace_mib,
     }  # fmt: skip
     if any_distributed(e, c, targets, bias):
-        return log_probs_of_dtensors(
-            linear_log_probs, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, shift=shift,
+        return of_dtensors(
+            linear_log_probs, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, shift=shift, spread=False,
             temperature=temperature, return_entropy=return_entropy, **numbers,
         )  # fmt: skip
     inputs, call, shape = checked(

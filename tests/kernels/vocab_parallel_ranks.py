@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -29,8 +29,6 @@ from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_sha
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
 
-MODULES = {"exponentials": "triton.logits", "product": "triton.matmul"}
-MODULES |= dict.fromkeys(("all_gather", "reduce_scatter"), "parallel.sharding")
 PATIENCE = 300  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
 
@@ -187,7 +185,7 @@ def start(
 
 
 def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
-    """Results and gradients of one rank. `trace` lists when communication and products began and were waited for."""
+    """Results and gradients of one rank."""
     case = spread.case
     whole = draw(case, device)
     shards = spread.shards or vocabulary_shards(case.vocab, ranks)
@@ -203,7 +201,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         torch._dynamo.reset()  # otherwise the cases add up to its limit of recompilations
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
-    with stored(spread.stored_rows), traced() as trace:
+    with stored(spread.stored_rows):
         loss, *extras = _as_tuple(
             function(
                 e, c, targets, bias=bias, shards=shards, rows=spread.rows, main_grad_c=buffer, **case.options,
@@ -218,7 +216,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         upstream = torch.full_like(loss, 1.0 + rank)
     inputs = [x for x in (e, c, bias) if x is not None]
     try:
-        with stored(spread.stored_rows), traced(trace):
+        with stored(spread.stored_rows):
             for last in (False, True) if spread.again else (True,):
                 grads = torch.autograd.grad(
                     loss, inputs, upstream, retain_graph=not last, allow_unused=spread.main_grad
@@ -232,7 +230,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
         got["bias"] = grads[2]
     for extra in extras:
         got |= extra if isinstance(extra, dict) else {"lse": extra}
-    return {name: tensor.detach().cpu() for name, tensor in got.items()} | {"trace": trace}
+    return {name: tensor.detach().cpu() for name, tensor in got.items()}
 
 
 @contextlib.contextmanager
@@ -245,51 +243,6 @@ def stored(rows: int) -> Iterator[None]:
 
     with patch.object(with_triton, "plan", lambda *_: Plan(rows, 256)):
         yield
-
-
-@contextlib.contextmanager
-def traced(trace: list[str] | None = None) -> Iterator[list[str]]:
-    """Collectives as "begin NAME" and "wait NAME", and the kernels of stored exponentials by name."""
-    from cce_kernels.parallel import sharding
-
-    trace = [] if trace is None else trace
-    patches = [patch.object(sharding, name, _recorded(trace, name)) for name in ("all_gather", "reduce_scatter")]
-    if INTERPRETED or torch.cuda.is_available():
-        from cce_kernels.schemes import last_chunk, three_products
-
-        launchers = (three_products, "exponentials"), (three_products, "product"), (last_chunk, "product")
-        patches += [patch.object(module, name, _recorded(trace, name)) for module, name in launchers]
-    with contextlib.ExitStack() as stack:
-        for each in patches:
-            stack.enter_context(each)
-        yield trace
-
-
-def _recorded(trace: list[str], function: str) -> Any:
-    original = getattr(import_module(f"cce_kernels.{MODULES[function]}"), function)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        done = original(*arguments, **options)
-        if not isinstance(done, dist.Work):
-            trace.append(function)
-            return done
-        name = f"{function} {str(arguments[1].dtype)[6:]} {len(arguments[1])}"
-        trace.append(f"begin {name}")
-        return Recorded(done, lambda: trace.append(f"wait {name}"))
-
-    return call
-
-
-@dataclass
-class Recorded:
-    """A collective that records when it is waited for."""
-
-    work: dist.Work
-    say: Callable[[], None]
-
-    def wait(self) -> None:
-        self.say()
-        self.work.wait()
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:

@@ -126,16 +126,10 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def backward(
-    x: Operands,
-    width: int,
-    o: Options,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None,
-    stats: FilterStats | None,
-    rule: Rule | None = None,
-    entropy: Tensor | None = None,
+    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None, stats: FilterStats | None, rule: Rule | None = None, entropy: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:

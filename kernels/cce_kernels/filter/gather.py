@@ -228,14 +228,9 @@ def gather_kernel(
 
 
 def backward(
-    x: Operands,
-    tensors: Sequence[Tensor],
-    width: int,
-    o: Options,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None,
-    stats: FilterStats | None,
-) -> tuple[Tensor | None, Tensor | None]:
+    x: Operands, tensors: Sequence[Tensor], width: int, o: Options,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None], main_grad_c: Tensor | None, stats: FilterStats | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e and c; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
@@ -373,17 +368,10 @@ def _by_column(
 
 
 def _gather(
-    active: Tensor,
-    starts: Tensor,
-    index: Tensor,
-    coefficients: Tensor,
-    x: Tensor,
-    out: Tensor,
-    into: Tensor | None = None,
-    factor: Tensor | None = None,
-    head: tuple[Tensor, Tensor] | None = None,
+    active: Tensor, starts: Tensor, index: Tensor, coefficients: Tensor, x: Tensor, out: Tensor,
+    into: Tensor | None = None, factor: Tensor | None = None, head: tuple[Tensor, Tensor] | None = None,
     together: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """out (or into +)= Σ coefficient · x[index] for each row, `together` rows a program; see gather_kernel.
 
     head: (rank, head_ptr) of gather_kernel, or None.

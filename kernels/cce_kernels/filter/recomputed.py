@@ -16,16 +16,10 @@ from .sample import add_estimates
 
 
 def backward(
-    x: Operands,
-    width: int,
-    o: Options,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None,
-    stats: FilterStats | None,
-    rule: Rule | None = None,
-    entropy: Tensor | None = None,
+    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None, stats: FilterStats | None, rule: Rule | None = None, entropy: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`four_products.gradients`, with the filter if the options name one.
 
     Args:

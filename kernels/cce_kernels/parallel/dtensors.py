@@ -21,6 +21,7 @@ ranks would have different numbers of rows, and where D is sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..arguments import as_integer, check_tensor, shifted
+from ..arguments import as_integer, check_reduction_and_shift, check_tensor, shifted
 from ..row_math import nonzero_divisor
 from .api import vocabulary_parallel_linear_cross_entropy
 from .sharding import vocabulary_shards
@@ -90,9 +91,7 @@ def _gathered(name: str, x: DTensor, mesh: DeviceMesh | None) -> Any:
             f"{name}: is a DTensor on {x.device_mesh}, e on {mesh}; e's mesh must be {name}'s mesh or a part of it"
         )
     own = [d for d in range(x.device_mesh.ndim) if not kept or names[d] not in kept]
-    ranks = 1
-    for d in own:
-        ranks *= x.device_mesh.size(d)
+    ranks = math.prod([x.device_mesh.size(d) for d in own])
     placements = [Replicate() if d in own else p for d, p in enumerate(x.placements)]
     grads = [Partial() if d in own else p for d, p in enumerate(x.placements)]
     local = _Plain.apply(x.redistribute(placements=placements).to_local(grad_placements=grads), 1 / ranks)
@@ -125,10 +124,7 @@ class Layout:
         if vocabulary is not None:  # ranks of a vocabulary-parallel call have equally many rows
             for k in rows:
                 along = [d for d, p in enumerate(of_e) if p.is_shard(k)]
-                parts = 1
-                for d in along:
-                    parts *= mesh.size(d)
-                if e.shape[k] % parts:
+                if e.shape[k] % math.prod([mesh.size(d) for d in along]):
                     of_e = [Replicate() if d in along else p for d, p in enumerate(of_e)]
         return cls(mesh, tuple(of_e), vocabulary)
 
@@ -181,25 +177,13 @@ class Layout:
         )  # fmt: skip
 
 
-def loss_of_dtensors(
-    function: Callable[..., Any],
-    e: Any,
-    c: Any,
-    targets: Any,
-    bias: Any,
-    token_weights: Any,
-    main_grad_c: Any | None,
-    *,
-    ignore_index: int,
-    reduction: str,
-    shift: int,
-    return_lse: bool,
-    return_metrics: bool,
-    return_stats: bool,
-    target_weights: Any = None,
-    **options: Any,
-) -> Any:
-    """`function`, which is linear_cross_entropy, of tensors that `any_distributed` finds.
+def of_dtensors(
+    function: Callable[..., Any], e: Any, c: Any, targets: Any, bias: Any, main_grad_c: Any, *, ignore_index: int,
+    shift: int, spread: bool = True, token_weights: Any = None, target_weights: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """`function`, linear_cross_entropy or linear_log_probs, of tensors that `any_distributed` finds.
+
+    spread: whether the vocabulary may be spread.
 
     Returns:
         What function returns. If e is a DTensor, so is everything returned: numbers are replicated, row losses and
@@ -209,77 +193,44 @@ def loss_of_dtensors(
         TypeError, ValueError: as function; or the tensors do not fit each other (`_checked`).
     """
     e, c, targets, bias, token_weights = (_waited(x) for x in (e, c, targets, bias, token_weights))
-    options |= {"return_lse": return_lse, "return_metrics": return_metrics}
+    options["ignore_index"] = ignore_index
     if not _is_dtensor(e):
-        c, bias = plain_heads(
-            c, bias, main_grad_c, targets=targets, token_weights=token_weights, target_weights=target_weights
-        )
-        return function(
-            e, c, targets, bias=bias, token_weights=token_weights, ignore_index=ignore_index, reduction=reduction,
-            shift=shift, return_stats=return_stats, target_weights=target_weights, **options,
-        )  # fmt: skip
+        weights = {"token_weights": token_weights, "target_weights": target_weights}
+        of_rows = {name: x for name, x in weights.items() if x is not None}
+        c, bias = plain_heads(c, bias, main_grad_c, targets=targets, **of_rows)
+        return function(e, c, targets, bias=bias, shift=shift, **of_rows, **options)
     if target_weights is not None:
         raise ValueError(
             "target_weights: cannot be given with a DTensor for e; give its to_local() and c's full_tensor(), or call "
             "vocabulary_parallel_linear_cross_entropy"
         )
-    if return_stats:
+    if options.pop("return_stats", False):
         raise ValueError("return_stats: each rank of a DTensor has statistics of its own; give e.to_local()")
     c, bias, targets, weights = _checked(e, c, targets, bias, token_weights, main_grad_c, shift, ignore_index)
-    layout = Layout.of(e, c, spread=True)
-    local_weights = None if weights is None else layout.local_rows(weights)
+    layout, reduction = Layout.of(e, c, spread), options.get("reduction", "none")
+    if weights is not None:
+        options["token_weights"] = layout.local_rows(weights)
+    if reduction == "mean":
+        options["reduction"] = "sum"
     found = layout.compute(
         function, layout.local(e), layout.local_head(c), layout.local_rows(targets), c.shape[0],
-        bias=None if bias is None else layout.local_head(bias), token_weights=local_weights, ignore_index=ignore_index,
-        reduction="sum" if reduction == "mean" else reduction, **options,
+        bias=None if bias is None else layout.local_head(bias), **options,
     )  # fmt: skip
     loss, *extras = found if isinstance(found, tuple) else (found,)
     kept = targets != ignore_index
     if reduction == "none":
         loss = layout.rows(loss, targets, shift)
+    elif reduction == "mean":
+        whole = kept.sum().clamp(min=1) if weights is None else nonzero_divisor(torch.where(kept, weights, 0).sum())
+        loss = layout.total(loss / whole)
     else:
-        if reduction == "mean":
-            weight = (
-                kept.sum().clamp(min=1) if weights is None else nonzero_divisor(torch.where(kept, weights, 0).sum())
-            )
-            loss = loss / weight
         loss = layout.total(loss)
-    if return_lse:
+    if options.get("return_lse") or options.get("return_entropy"):
         extras[0] = layout.rows(extras[0], targets, shift)
-    if return_metrics:  # means over the rows of one rank, or of all ranks that spread the vocabulary
+    if options.get("return_metrics"):  # means over the rows of one rank, or of all ranks that spread the vocabulary
         share = layout.local_rows(kept, layout.vocabulary).sum() / kept.sum().clamp(min=1)
         extras[-1] = {name: layout.total(x * share, layout.vocabulary) for name, x in extras[-1].items()}
     return (loss, *extras) if extras else loss
-
-
-def log_probs_of_dtensors(
-    function: Callable[..., Any],
-    e: Any,
-    c: Any,
-    targets: Any,
-    bias: Any,
-    main_grad_c: Any | None,
-    *,
-    ignore_index: int,
-    shift: int,
-    **options: Any,
-) -> Any:
-    """`function`, which is linear_log_probs, of tensors that `any_distributed` finds. The vocabulary is never spread.
-
-    Returns, Raises: as `loss_of_dtensors`.
-    """
-    e, c, targets, bias = (_waited(x) for x in (e, c, targets, bias))
-    options["ignore_index"] = ignore_index
-    if not _is_dtensor(e):
-        c, bias = plain_heads(c, bias, main_grad_c, targets=targets)
-        return function(e, c, targets, bias=bias, shift=shift, **options)
-    c, bias, targets, _ = _checked(e, c, targets, bias, None, main_grad_c, shift, ignore_index)
-    layout = Layout.of(e, c, spread=False)
-    bias = None if bias is None else layout.local_head(bias)
-    found = function(layout.local(e), layout.local_head(c), layout.local_rows(targets), bias=bias, **options)
-    if isinstance(found, tuple):
-        return tuple(layout.rows(x, targets, shift) for x in found)
-    return layout.rows(found, targets, shift)
 
 
 def plain_heads(c: Any, bias: Any, main_grad_c: Any, **of_rows: Any) -> tuple[Any, Any]:
@@ -326,9 +277,7 @@ def _checked(
             x = x.full_tensor() if _is_dtensor(x) else x
         rows.append(x)
     targets, weights = rows
-    if shift < 0 or (shift and (targets.dim() == 0 or shift > targets.shape[-1])):
-        last = targets.shape[-1] if targets.dim() else 0
-        raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
+    check_reduction_and_shift("none", shift, targets)
     if shift:
         targets = shifted(targets.long(), shift, ignore_index)
         weights = None if weights is None else shifted(weights, shift, 0)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,14 +94,14 @@ def rehearsal(device: torch.device) -> Iterator[list[Any]]:
             compiled.run  # noqa: B018  Triton 3.6 also compiles a launcher in C
 
     present = torch.cuda.is_available()
-    with torch.cuda.device(device) if present else nullcontext(), _Threads(cores()) as pool:
+    with torch.cuda.device(device) if present else nullcontext(), ThreadPoolExecutor(cores()) as pool:
         REHEARSAL.device, REHEARSAL.launch = device, launch
         try:
             with triton.AsyncCompileMode(pool, ignore_errors=True), _Elementwise():
                 yield found
         finally:
             REHEARSAL.device = REHEARSAL.launch = None
-        ready = [_finished(each) if hasattr(each, "finalize_compile") else each for each in found]
+        ready = [x.result(ignore_errors=True) if hasattr(x, "finalize_compile") else x for x in found]
         found[:] = {id(each): each for each in ready if each is not None}.values()
         if present:
             list(pool.map(load, found))
@@ -127,26 +126,6 @@ class _Elementwise(TorchDispatchMode):
         shapes = [x.shape for x in args if isinstance(x, Tensor)]
         one = tree_map_only(Tensor, lambda x: torch.empty((1,) * x.ndim, dtype=x.dtype), args)
         return torch.empty(torch.broadcast_shapes(*shapes), dtype=operator(*one, **kwargs).dtype, device="meta")
-
-
-class _Threads(ThreadPoolExecutor):
-    """Threads that compile, with futures that know their function."""
-
-    def submit(self, function: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        future: Any = super().submit(function, *args)
-        future.function = function
-        return future
-
-
-def _finished(kernel: Any) -> Any:
-    """The CompiledKernel of a kernel that threads have compiled; None if that failed.
-
-    Triton 3.7 and 3.8 would raise the same error at every launch. So the launch compiles anew, as without a rehearsal.
-    """
-    compiled = kernel.result(ignore_errors=True)
-    if compiled is None and kernel.future is not None:
-        kernel.future = SimpleNamespace(result=kernel.future.function)
-    return compiled
 
 
 def _without_values(x: Tensor) -> Tensor:

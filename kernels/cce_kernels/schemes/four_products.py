@@ -55,16 +55,10 @@ class Fallback:
 
 
 def gradients(
-    x: Operands,
-    width: int,
-    o: Options,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None,
-    filtering: Filter | None,
-    fallback: Fallback | None = None,
-    entropy: Tensor | None = None,
-    added: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    main_grad_c: Tensor | None, filtering: Filter | None, fallback: Fallback | None = None,
+    entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     The function is long because each chunk's dz serves all gradients before the next chunk overwrites it.

@@ -141,14 +141,8 @@ def finish_several(x: LastChunk, last: slice, sums: GradientSums, finished: Call
 
 
 def store_hidden(
-    w: Tensor,
-    c: Tensor,
-    parts: Tensor | None,
-    grad_e: Tensor,
-    lost: Tensor | None,
-    rows: slice,
-    live: Live | None,
-) -> None:
+    w: Tensor, c: Tensor, parts: Tensor | None, grad_e: Tensor, lost: Tensor | None, rows: slice, live: Live | None,
+) -> None:  # fmt: skip
     """Store w C of a chunk: in its parts, or in dE with its rounding error. live: if given, `rows` are all rows."""
     if parts is not None:
         product(w, c, parts[:, rows], live=live)

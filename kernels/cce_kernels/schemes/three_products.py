@@ -58,22 +58,11 @@ Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of
 
 
 def forward(
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    rows: int,
-    dtypes: Dtypes,
-    with_metrics: bool,
-    o: Options,
-    settle: Callable[[slice, Rows, Gradient], None] | None = None,
-    arrive: Callable[[slice], None] | None = None,
-    z_target: Tensor | None = None,
-    with_lse: bool = False,
-    weights: Tensor | None = None,
-    bias: Tensor | None = None,
-    skip: bool = False,
-    several: Several | None = None,
-) -> tuple[Rows, Held, GradientSums]:
+    e: Tensor, c: Tensor, columns: Tensor, rows: int, dtypes: Dtypes, with_metrics: bool, o: Options,
+    settle: Callable[[slice, Rows, Gradient], None] | None = None, arrive: Callable[[slice], None] | None = None,
+    z_target: Tensor | None = None, with_lse: bool = False, weights: Tensor | None = None, bias: Tensor | None = None,
+    skip: bool = False, several: Several | None = None,
+) -> tuple[Rows, Held, GradientSums]:  # fmt: skip
     """The rows' statistics for the loss, and what `backward` takes.
 
     Args:
@@ -155,20 +144,10 @@ def _live(rows_live: Tensor | None, counts: Tensor | None, chunk: slice, rows: i
 
 
 def backward(
-    e: Tensor,
-    c: Tensor,
-    columns: Tensor,
-    scale: Tensor,
-    rows: int,
-    held: Held,
-    sums: GradientSums,
-    main_grad_c: Tensor | None,
-    o: Options,
-    finished: Callable[[slice], None] | None = None,
-    grad_lse: Tensor | None = None,
-    weights: Tensor | None = None,
-    several: Several | None = None,
-) -> None:
+    e: Tensor, c: Tensor, columns: Tensor, scale: Tensor, rows: int, held: Held, sums: GradientSums,
+    main_grad_c: Tensor | None, o: Options, finished: Callable[[slice], None] | None = None,
+    grad_lse: Tensor | None = None, weights: Tensor | None = None, several: Several | None = None,
+) -> None:  # fmt: skip
     """Finish the gradients of e, c and bias in place, in `sums`.
 
     main_grad_c, if given, gets dC.

@@ -166,22 +166,10 @@ def parts(e: Tensor) -> Tensor:
 
 
 def gradient_of_chunk(
-    e: Tensor,
-    c_chunk: Tensor,
-    bias_chunk: Tensor | None,
-    columns: Tensor,
-    lse: Tensor,
-    a: Tensor,
-    b: Tensor,
-    dz: Tensor,
-    first: int,
-    vocab: int,
-    with_bias: bool,
-    o: Options,
-    filtering: Filter | None,
-    active: Tensor | None,
+    e: Tensor, c_chunk: Tensor, bias_chunk: Tensor | None, columns: Tensor, lse: Tensor, a: Tensor, b: Tensor,
+    dz: Tensor, first: int, vocab: int, with_bias: bool, o: Options, filtering: Filter | None, active: Tensor | None,
     entropy: Tensor | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Write dz / peak of one chunk; return dbias / peak (row tiles, W) if `with_bias`, else None.
 
     Args:

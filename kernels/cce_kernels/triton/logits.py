@@ -233,15 +233,9 @@ def find_targets(
 
 
 def _target_logits(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    targets: Tensor | None,
-    ignore_index: int,
-    columns: Tensor,
-    skip: bool,
+    e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor | None, ignore_index: int, columns: Tensor, skip: bool,
     o: Options,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     dim, n_rows = e.shape[1], e.shape[0] if targets is not None else columns.numel()
     z = e.new_empty(e.shape[:1] if targets is not None else columns.shape, dtype=torch.float32)
     target_logits_kernel[(cdiv(n_rows, ROWS),)](
@@ -269,18 +263,10 @@ class Sums:
 
 
 def exponentials(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor | None,
-    z_target: Tensor,
-    w: Tensor | None,
-    with_metrics: bool,
-    o: Options,
-    unread: Tensor | None = None,
-    live: Live | None = None,
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor | None, z_target: Tensor, w: Tensor | None,
+    with_metrics: bool, o: Options, unread: Tensor | None = None, live: Live | None = None,
     gathered: Tensor | None = None,
-) -> Sums:
+) -> Sums:  # fmt: skip
     """The sums of w; writes w (N, V) unless it is None. Leaves out the targets' w, unless `columns` is None.
 
     Args:

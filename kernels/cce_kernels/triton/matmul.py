@@ -263,23 +263,11 @@ def _places(tile_rows: int, vocab: int, tokens: int) -> int:
 
 
 def product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    lost: Tensor | None = None,
-    *,
-    transpose_a: bool = False,
-    read: bool = False,
-    scale: Tensor | None = None,
-    times: Tensor | None = None,
-    into: Tensor | None = None,
-    beside: bool = False,
-    active: Tensor | None = None,
-    live: Live | None = None,
-    row_terms: RowTerms | None = None,
-    target_terms: TargetTerms | None = None,
-    rank_one: RankOne | None = None,
-) -> None:
+    a: Tensor, b: Tensor, out: Tensor, lost: Tensor | None = None, *, transpose_a: bool = False, read: bool = False,
+    scale: Tensor | None = None, times: Tensor | None = None, into: Tensor | None = None, beside: bool = False,
+    active: Tensor | None = None, live: Live | None = None, row_terms: RowTerms | None = None,
+    target_terms: TargetTerms | None = None, rank_one: RankOne | None = None,
+) -> None:  # fmt: skip
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
 
     Args:

@@ -229,17 +229,9 @@ class Gradient:
 
 
 def finish_rows(
-    e: Tensor,
-    c: Tensor,
-    bias: Tensor | None,
-    columns: Tensor,
-    z_target: Tensor,
-    sums: Sums,
-    rows: Rows,
-    o: Options,
-    gradient: Gradient | None = None,
-    live: Live | None = None,
-) -> None:
+    e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, z_target: Tensor, sums: Sums, rows: Rows, o: Options,
+    gradient: Gradient | None = None, live: Live | None = None,
+) -> None:  # fmt: skip
     """Write `rows`, but for z_above_mean, from the partial sums, and the tensors of `gradient` if it is given.
 
     live: the rows of w and the sums, if they are not in the order of the other tensors.

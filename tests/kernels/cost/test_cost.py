@@ -142,15 +142,6 @@ def test_a_model_type_takes_overrides_and_derives_values_from_them():
     assert model.config.num_key_value_heads == 2
 
 
-def test_a_model_of_text_and_images_is_measured_with_its_text(tmp_path, capsys):
-    text = {**SMALL, "head_dim": 8, "layer_types": ["full_attention"] * SMALL["num_hidden_layers"]}
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = {"text_config": text, "vision_config": {**vision, "image_size": 28}, "mm_tokens_per_image": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **config}))
-    arguments = [f"model={tmp_path}", "batch=2", "seq=8", "rounds=1", "device=cpu", "dtype=fp32"]
-    assert main(arguments) == 0, capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -85,21 +85,6 @@ def test_an_example_run_as_a_script_needs_no_gpu_and_leaves_nothing(name, capsys
     assert not any(tmp_path.iterdir())
 
 
-def test_the_example_that_needs_a_gpu_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runpy.run_path(str(FOLDER / "fla_criterion.py"), run_name="__main__")
-    assert capsys.readouterr().out == "FLA's layers need a GPU\n"
-
-
-@pytest.mark.parametrize("name", ["lightning_module", "trl_dpo"])
-def test_an_example_trains_on_the_device_that_exists(name, calls, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    utils = importlib.import_module("trl.trainer.utils")
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
-    load(name).main(str(tmp_path), steps=1)
-    assert set(calls) == {"cpu"}
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("name", TRAINING)

@@ -313,34 +313,6 @@ def test_ways_that_small_problems_do_not_take(name, monkeypatch):
 
 
 @interpreted
-@together()
-def test_the_way_around_the_lists_is_launched_at_first_and_then_as_needed(monkeypatch):
-    """On CPU tensors the host never knows the lists; here it knows them all."""
-    from cce_kernels.filter import gather
-
-    class Known:
-        def __init__(self, flag):
-            self.is_zero = lambda: flag.item() == 0
-
-    launched, real = [], gather.gradients
-    monkeypatch.setattr(gather, "gradients", lambda *args: launched.append(True) or real(*args))
-    monkeypatch.setattr(gather, "Glance", Known)
-    monkeypatch.setattr(gather, "_launched", set())
-    e, c, targets, _ = drawn(Filtered("known", shape=SMALL), BF16, "cpu")
-
-    def run(e):
-        launched.clear()
-        loss, stats = linear_cross_entropy(e, c, targets, return_stats=True, **SHORT)
-        grads = gradients(loss, (e, c))
-        return bool(launched), [*grads, *stats.values()]
-
-    (at_first, found), (again, same) = run(e), run(e)
-    assert (at_first, again) == (True, False)
-    assert all(torch.equal(x, y) for x, y in zip(found, same, strict=True))
-    assert run((e * 0).detach().requires_grad_())[0]  # uniform rows: the lists overflow
-
-
-@interpreted
 def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     e, c, targets, _ = drawn(Filtered("operator", shape=(20, 16, 300)), BF16, "cpu")
     arguments = of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)

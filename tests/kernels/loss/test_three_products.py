@@ -172,31 +172,6 @@ def test_every_input_gets_the_same_bits_alone_and_again(rows, device):
     assert torch.equal(buffer.to(BF16), plain[1])
 
 
-@kernels
-def test_one_chunk_needs_no_memory_for_scaled_rows(device, monkeypatch):
-    """One chunk of rows writes both gradients once. Products one after the other lend scaled e and the parts of w C the
-    gradients' memory: the bits are those of products side by side, and the errors those of bf16."""
-    from cce_kernels.backends import with_triton
-    from cce_kernels.schemes import last_chunk
-
-    monkeypatch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows=128, columns=256))
-    e, c, targets, _ = draw(Case("one chunk", shape=(100,), dim=128, vocab=700, dtype=BF16, peak=3), device)
-    wide = in_fp64(e, c)
-    truth = gradients(reference_linear_cross_entropy(*wide, targets)[0], wide)
-    beside = {1: [], 3: []}  # gradients of products side by side, by splits
-    for splits, found in beside.items():
-        monkeypatch.setattr(last_chunk, "splits_alone", lambda *_: 0)
-        monkeypatch.setattr(last_chunk, "splits_beside", lambda *_, splits=splits: splits)
-        found += gradients(linear_cross_entropy(e, c, targets), (e, c))
-    for splits, lends in ((1, True), (3, True), (3, False)):
-        monkeypatch.setattr(last_chunk, "splits_alone", lambda *_, splits=splits: splits)
-        monkeypatch.setattr(last_chunk, "fits_vocab", lambda *_, lends=lends: lends)
-        alone = gradients(linear_cross_entropy(e, c, targets), (e, c))
-        for lent, own, true in zip(alone, beside[splits], truth, strict=True):
-            assert torch.equal(lent, own)
-            assert error(lent, true) < 3e-3
-
-
 # share of ignored rows, rows of a chunk, parts of w C, options
 SKIPPED_ROWS = {
     "half": (0.5, 512, 1, {"return_metrics": True}),
@@ -301,17 +276,6 @@ def test_long_sums_in_fp32_err_less_than_terms_added_one_after_another(depth, tr
         one_sum += a[:, first : first + 32] @ b[first : first + 32]
     error, error_of_one = ((x.double() - truth).norm() / truth.norm() for x in (found, one_sum))
     assert error < 0.6 * error_of_one
-
-
-@interpreted
-def test_casts_to_bf16_round_also_after_the_types_hash_has_changed(monkeypatch):
-    """quick_interpreter.py changes it, before or after the interpreter is mended."""
-    pytest.importorskip("cce_kernels.runtime.tiles")  # mends it
-    core, interpreter = pytest.importorskip("triton.language").core, pytest.importorskip("triton.runtime.interpreter")
-    monkeypatch.setattr(core.dtype, "__hash__", lambda self: hash((self.name, "anew")))
-    up = torch.tensor([1 + 2**-8 + 2**-12])  # rounds to 1 + 2^-7; truncated it is 1
-    bits = interpreter._convert_float(up.numpy(), core.float32, core.bfloat16, None)
-    assert torch.equal(torch.from_numpy(bits.view("int16")).view(torch.bfloat16), up.bfloat16())
 
 
 @kernels

@@ -152,21 +152,6 @@ def log_probabilities() -> None:
     as_one_device([S0], [R], {}, tensors(), linear_log_probs)
 
 
-def a_common_offset() -> None:
-    """Logits are integers, so fp32 holds them exactly."""
-    of, mesh = tensors(), mesh_of()
-    e, c = (distribute_tensor(x.round(), mesh, [as_]) for x, as_ in ((of["e"], R), (of["c"], S0)))
-    found = []
-    for offset in (0.0, 1e4):
-        x, w = e.detach().requires_grad_(), c.detach().requires_grad_()
-        bias = distribute_tensor(torch.full((V,), offset), mesh, [S0])
-        loss, metrics = linear_cross_entropy(x, w, of["targets"], bias=bias, return_metrics=True)
-        loss.backward()
-        found.append([whole(y) for y in (loss, *metrics.values(), x.grad, w.grad)])
-    for x, y in zip(*found, strict=True):
-        assert (x - y).norm() <= 1e-6 * x.norm()
-
-
 class Model(nn.Module):
     def __init__(self, vocab: int = V) -> None:
         super().__init__()
@@ -301,7 +286,7 @@ def waits() -> None:
 FURTHER = {
     f.__name__: f
     for f in (
-        uneven_rows, few_rows_of_c, targets_as_dtensors, log_probabilities, a_common_offset, fsdp,
+        uneven_rows, few_rows_of_c, targets_as_dtensors, log_probabilities, fsdp,
         fsdp_and_tensor_parallel, unsharded_head, refused, summed, waits,
     )
 }  # fmt: skip
