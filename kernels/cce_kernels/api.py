@@ -141,7 +141,7 @@ def linear_cross_entropy(
         RuntimeError: the call is inside a torch.func transform; or, in a backward pass, its gradients are batched, or
             the derivative of a gradient is asked for.
     """
-    numbers = {
+    numbers: dict[str, Any] = {
         "softcap": softcap, "logit_scale": logit_scale, "label_smoothing": label_smoothing, "z_loss": z_loss,
         "filter_eps": filter_eps, "filter_unbiased": filter_unbiased, "filter_mass": filter_mass, "filter_e": filter_e,
         "filter_c": filter_c, "filter_if_faster": filter_if_faster, "accumulate": accumulate,

@@ -55,7 +55,7 @@ def linear_log_probs(
         TypeError, ValueError: an argument has the wrong type or value. The message starts with its name.
         WorkspaceTooSmall, RuntimeError: as in `linear_cross_entropy`.
     """
-    numbers = {
+    numbers: dict[str, Any] = {
         "softcap": softcap, "logit_scale": logit_scale, "accumulate": accumulate, "workspace_mib": workspace_mib,
     }  # fmt: skip
     if any_distributed(e, c, targets, bias):

@@ -5,14 +5,9 @@
     four products       vocabulary columns  4 + 1600 · chunks / V
     filter's lists      token rows          1.34 + 1840 / N + launches + gathers (`_filter_cost`)
 
-schemes/three_products.py stores exponentials. schemes/four_products.py recomputes the logits. A filtered call works
-through lists of kept entries (filter/select.py) where it can, and takes the four products elsewhere. With
-filter_if_faster it is exact where the lists do not save FILTER_SAVES of the exact time (`_filter_pays`).
-
-CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product. The gradient, 16 bits and 8 bits of
-rounding error, is read and written once more. Each tile starts and ends once more.
-
-Small problems wait for kernel launches instead, about 40 µs each.
+CHUNK_COST, 1600, is what one more chunk costs in rows (or columns) of a product: the gradient and its rounding error
+are read and written once more, and each tile starts and ends once more. Small problems wait for kernel launches
+instead, about 40 µs each. A filtered call works through lists where it can, and takes four products elsewhere.
 """
 
 from __future__ import annotations
@@ -156,10 +151,8 @@ def plan(p: Problem, programs: int, o: Options) -> Plan:
 def splits_beside(rows: int, cols: int, programs: int, n_rows: int) -> int:
     """Parts that dE's product, with an output of rows × cols, cuts its summed dimension into, beside dC's product.
 
-    Each part has an fp32 output of its own, of the n_rows rows of all chunks. Several chunks run dE's product beside
-    dC's, which takes as long (kernels/matmul.py). So one part is enough once dE's tiles fill half of the
-    multiprocessors. A tenth less than half is also accepted, because another part's memory costs more than that tenth
-    saves. All parts take at most MOST_PARTS_BESIDE numbers: many rows had better take one part and small chunks.
+    Each part has an fp32 output of its own, of the n_rows rows of all chunks; all take at most MOST_PARTS_BESIDE
+    numbers. Both products take as long. So one part is enough once dE's tiles fill about half of the multiprocessors.
     """
     wanted = min(MOST_SPLITS, math.ceil(programs / (2.2 * _tiles(rows, cols))))
     return max(1, min(wanted, MOST_PARTS_BESIDE // (n_rows * cols)))
@@ -169,9 +162,9 @@ def splits_beside(rows: int, cols: int, programs: int, n_rows: int) -> int:
 def splits_alone(rows: int, cols: int, programs: int) -> int:
     """The same for one chunk whose products run one after the other; 0 if they had better run side by side.
 
-    Another part must occupy the multiprocessors better by a tenth. All parts take at most MOST_PARTS numbers. The
-    products run side by side in two cases. Either even the best number of parts occupies less than LEAST_BUSY of the
-    multiprocessors. Or e times its factors does not fit dE's memory (`fits_hidden`), so that the order saves nothing.
+    Another part must occupy the multiprocessors better by a tenth. The products run side by side if even the best
+    number of parts occupies less than LEAST_BUSY of them, or if e times its factors does not fit dE's memory
+    (`fits_hidden`).
     """
 
     def busy(splits: int) -> float:
@@ -233,7 +226,7 @@ def _filter_pays(p: Problem, filtered: Plan, exact: Plan, o: Options) -> bool:
 
 def _filter_cost(p: Problem, capacity: int, o: Options) -> float:
     """Time of a call through lists of `capacity` entries that hold the usual number, in products of N x D x V."""
-    chunks = math.ceil(p.n_rows / list_rows(p.n_rows, p.dim, p.vocab, capacity, o))
+    chunks = math.ceil(p.n_rows / ListMemory(p.n_rows, p.dim, p.vocab, capacity, o).rows())
     listed = min(capacity, _usually_listed(o) * p.n_rows)
     gathers = GATHER_SECONDS * listed * p.dim * FLOPS / (2.0 * p.n_rows * p.dim * p.vocab)
     launches = chunks * LIST_LAUNCHES
@@ -299,11 +292,8 @@ def _rows(p: Problem, programs: int, o: Options) -> int:
     Rows whose upstream gradients differ take one chunk (`Problem.uniform`); 0 if it does not fit.
 
     With `workspace_mib`: as many rows as fit. Without: the least memory that is at most SLOWER times as slow as the
-    fastest, or the fastest, among the chunks that respect two limits. A chunk's exponentials take at most
-    MOST_DEFAULT_MIB. Several chunks and their sums take no more than all logits in 16 bits.
-
-    Copies of e and c may make the choice larger than all logits. Then the fastest chunks that are not larger, copies
-    included, replace it, if they are at most SLOWER_WITH_COPIES times as slow.
+    fastest, among chunks of at most MOST_DEFAULT_MIB that take, with their sums, no more than all logits in 16 bits. If
+    copies of e and c make that larger, the fastest leaner chunks replace it, at most SLOWER_WITH_COPIES times as slow.
     """
     budget = None if o.workspace_mib is None else o.workspace_mib * MIB
     logits, copies = 2 * p.n_rows * p.vocab, copied_bytes(p.n_rows, p.dim, p.vocab)
@@ -348,8 +338,8 @@ def _capacity(p: Problem, o: Options) -> int:
         return 0
     if p.has_bias or o.softcap is not None or o.logit_scale == 0 or p.dtype != torch.bfloat16:
         return 0  # select.py divides gradient factors by logit_scale, so 0 is excluded
-    beside = _head_bytes(p.dim, p.vocab, o, ROW_MULTIPLE) + _state_bytes(p.n_rows, p.dim, p.vocab, 0, o)
-    budget = room(o) - beside - LIST_PARTS * _starts_bytes(p.vocab)
+    empty = ListMemory(p.n_rows, p.dim, p.vocab, 0, o)
+    budget = empty.free() - empty.head(ROW_MULTIPLE) - LIST_PARTS * empty.starts()
     capacity = int(budget / (LIST_BYTES_PER_ENTRY + SORT_BYTES_PER_ENTRY / LIST_PARTS))
     capacity = capacity // LIST_PARTS * LIST_PARTS
     usual = _usually_listed(o)
@@ -365,14 +355,63 @@ def _usually_listed(o: Options) -> int:
     return max(USUALLY_LISTED, int(LISTED_TIMES_EPS / o.filter_eps)) * (1 if o.filter_unbiased else 2)
 
 
-def _state_bytes(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Bytes of the filter's state: the lists, the per-row counters, the vocabulary's ranks, and the sampled columns."""
-    drawn = 0
-    if o.filter_unbiased:
-        n_head, n_likely = likely_sizes(vocab)
-        groups = math.ceil(vocab / COLUMN_GROUP) + math.ceil((n_likely - n_head) / LIKELY_GROUP)
-        drawn = 8 * n_likely + 12 * groups * math.ceil(n_rows / block_rows(dim))
-    return STATE_BYTES_PER_ENTRY * capacity + n_rows * (8 * SEGMENTS + 160) + 4 * vocab + drawn
+def room(o: Options) -> int:
+    """Bytes of the workspace."""
+    return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
+
+
+class ListMemory(NamedTuple):
+    """The workspace of a call through the filter's lists, in bytes, and the chunks that fit it."""
+
+    n_rows: int
+    dim: int
+    vocab: int
+    capacity: int  # entries that the lists hold
+    o: Options
+
+    def state(self) -> int:
+        """The lists, the per-row counters, the vocabulary's ranks, and the sampled columns."""
+        drawn = 0
+        if self.o.filter_unbiased:
+            n_head, n_likely = likely_sizes(self.vocab)
+            groups = math.ceil(self.vocab / COLUMN_GROUP) + math.ceil((n_likely - n_head) / LIKELY_GROUP)
+            drawn = 8 * n_likely + 12 * groups * math.ceil(self.n_rows / block_rows(self.dim))
+        rows = self.n_rows * (8 * SEGMENTS + 160)
+        return STATE_BYTES_PER_ENTRY * self.capacity + rows + 4 * self.vocab + drawn
+
+    def free(self) -> int:
+        """What the state leaves."""
+        return room(self.o) - self.state()
+
+    def head(self, rows: int) -> int:
+        """The head's fp32 gradient and rows of C, and probabilities and scaled rows of E for `rows` rows (rule.py)."""
+        n_head = likely_sizes(self.vocab)[0] if self.o.filter_unbiased else 0
+        return 6 * self.dim * n_head + rows * 2 * (n_head + self.dim) if n_head else 0
+
+    def head_rows(self) -> int:
+        """Rows per chunk of the head's probabilities, in chunks of equal size. The vocabulary must have a head."""
+        rows = (self.free() - self.head(0)) // (self.head(1) - self.head(0))
+        chunks = math.ceil(self.n_rows / max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
+        return math.ceil(self.n_rows / chunks / ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def starts(self) -> int:
+        """The column starts of one sorted part of the lists."""
+        return 4 * (self.vocab + 1)
+
+    def parts(self) -> int:
+        """Parts that the lists are sorted by column in. Fewer are faster: dC's kernel visits each for every column."""
+        budget = self.free() - (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * self.capacity
+        budget -= 4 * self.dim * likely_sizes(self.vocab)[0] if self.o.filter_unbiased else 0  # the head's gradient
+        parts = 1
+        while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * self.capacity // parts + parts * self.starts() > budget:
+            parts *= 2
+        return parts
+
+    def rows(self) -> int:
+        """Rows per chunk of exponentials while lists are filled, beside what sorting the vocabulary takes."""
+        budget = self.free() - SORT_BYTES_PER_ENTRY * self.vocab
+        rows = budget // (2 * self.vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
+        return min(self.n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
 
 
 def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
@@ -383,28 +422,7 @@ def _beside_lists(p: Problem, programs: int, capacity: int, o: Options) -> int:
     """
     lost = 0 if p.grad_e is None else p.n_rows * p.dim * scratch_bytes(p.grad_e, o.accumulate)
     splits = 0 if o.filter_mass is not None else most_splits(math.ceil(p.n_rows / TILE_ROWS), programs)
-    return _state_bytes(p.n_rows, p.dim, p.vocab, capacity, o) + lost + 8 * splits * p.n_rows
-
-
-def _head_gradient_bytes(dim: int, vocab: int, o: Options) -> int:
-    """Bytes of the head's fp32 gradient; filter/rule.py says what the head is."""
-    return 4 * dim * likely_sizes(vocab)[0] if o.filter_unbiased else 0
-
-
-def _head_bytes(dim: int, vocab: int, o: Options, rows: int) -> int:
-    """Bytes of the head: its fp32 gradient, its rows of C, and probabilities and scaled rows of E for `rows` rows."""
-    n_head = likely_sizes(vocab)[0] if o.filter_unbiased else 0
-    return 6 * dim * n_head + rows * 2 * (n_head + dim) if n_head else 0
-
-
-def room(o: Options) -> int:
-    """Bytes of the workspace."""
-    return int((o.workspace_mib or DEFAULT_WORKSPACE_MIB) * MIB)
-
-
-def room_beside_lists(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Bytes of the workspace that the filter's state leaves free."""
-    return room(o) - _state_bytes(n_rows, dim, vocab, capacity, o)
+    return ListMemory(p.n_rows, p.dim, p.vocab, capacity, o).state() + lost + 8 * splits * p.n_rows
 
 
 def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) -> int:
@@ -414,42 +432,3 @@ def tail_width(n_rows: int, dim: int, columns: int, itemsize: int, room: int) ->
     """
     width = min(MOST_WIDTH, room // (itemsize * (n_rows + dim)))
     return columns if width >= columns else max(LEAST_WIDTH, width // LEAST_WIDTH * LEAST_WIDTH)
-
-
-def _starts_bytes(vocab: int) -> int:
-    """Bytes of the column starts of one sorted part of the lists."""
-    return 4 * (vocab + 1)
-
-
-def head_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows per chunk of the head's probabilities: as many as fit beside the lists, in chunks of equal size.
-
-    The vocabulary must have a head.
-    """
-    fixed = _head_bytes(dim, vocab, o, 0)
-    rows = (room_beside_lists(n_rows, dim, vocab, capacity, o) - fixed) // (_head_bytes(dim, vocab, o, 1) - fixed)
-    chunks = math.ceil(n_rows / max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))
-    return math.ceil(n_rows / chunks / ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def list_parts(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Number of parts that the lists are sorted by column in: as few as the workspace allows.
-
-    Fewer parts are faster, because dC's kernel visits every part for every column.
-    """
-    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - _head_gradient_bytes(dim, vocab, o)
-    budget -= (LIST_BYTES_PER_ENTRY - STATE_BYTES_PER_ENTRY) * capacity
-    parts = 1
-    while parts < LIST_PARTS and SORT_BYTES_PER_ENTRY * capacity // parts + parts * _starts_bytes(vocab) > budget:
-        parts *= 2
-    return parts
-
-
-def list_rows(n_rows: int, dim: int, vocab: int, capacity: int, o: Options) -> int:
-    """Rows per chunk of exponentials while lists of `capacity` entries are filled.
-
-    As many as fit beside the lists and the memory that sorting the vocabulary by likelihood takes.
-    """
-    budget = room_beside_lists(n_rows, dim, vocab, capacity, o) - SORT_BYTES_PER_ENTRY * vocab
-    rows = budget // (2 * vocab + 4 * (SLOTS + FOUND) * SEGMENTS)
-    return min(n_rows, max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE))

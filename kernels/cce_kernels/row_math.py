@@ -107,10 +107,8 @@ def reduce_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """The row losses (N,), their sum, or their mean over the rows that are not ignored (0 if all are ignored).
 
-    columns: (N,) int64, each row's target column. weights: (N,) fp32 or None, what each row's loss is multiplied by. A
-    weighted mean is divided by the sum of the weights (`nonzero_divisor`).
-
-    The second value is the mean's divisor, () int64, or fp32 with weights; or None.
+    weights: (N,) fp32 or None, what each row's loss is multiplied by; a weighted mean is divided by their sum. The
+    second value is the mean's divisor, () int64, or fp32 with weights; or None.
     """
     rows = weighted(rows, columns, weights)
     if reduction == "none":

@@ -1,15 +1,12 @@
 """The torch backend: the loss one chunk of the vocabulary at a time, for devices without kernels.
 
 Forward: each chunk's logits z = E C_chunkᵀ in fp32 update each row's running maximum and sum of exponentials. The sum
-leaves out the target, because it alone determines the loss if the model is sure (kernels/logits.py).
+leaves out the target, because it alone determines the loss if the model is sure (triton/logits.py).
 Backward: each chunk's logits are recomputed and turned into dL/dz in place. Then dE += dL/dz C_chunk and
 dC_chunk = dL/dzᵀ E.
 
-At most N × width fp32 numbers exist at once (twice as many with a softcap); width follows from `workspace_mib`.
-16-bit inputs are multiplied in fp32. Shapes never depend on values. So nothing waits for the device, and fake tensors
-get shapes.
-
-Cost: N D V multiply-adds forward and 3 N D V backward.
+At most N × width fp32 numbers exist at once (twice as many with a softcap); width follows from `workspace_mib`. Shapes
+never depend on values, so that nothing waits for the device. Cost: 4 N D V multiply-adds.
 """
 
 from __future__ import annotations

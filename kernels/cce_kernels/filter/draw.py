@@ -245,10 +245,7 @@ def mean_logits(e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, o: O
 
 
 def rank_entries(mean_z: Tensor, rank: Tensor, likely: Tensor, n_head: int, listable: Tensor) -> None:
-    """Write rank (V,) and likely (n_likely,) as `rule.by_likelihood` of mean_z (V,) has them.
-
-    listable: (at least V,) int16; 0 is written for the columns of the head, which lists leave out.
-    """
+    """Write rank (V,) and likely (n_likely,) as `rule.by_likelihood` of mean_z (V,) has them, and clear `listable`."""
     vocab = rank.shape[0]
     order = torch.argsort(mean_z, descending=True, stable=True)
     rank_kernel[(cdiv(vocab, BLOCK),)](

@@ -3,18 +3,14 @@
     dE_i = a_i Σ_v q_iv C_v + (a_i p_it − b_i) C_t
     dC_v = Σ_i a_i q_iv e_i + Σ_{i: t_i = v} (a_i p_iv − b_i) e_i
 
-q is the kept part of the softmax (rule.py), 0 nearly everywhere. Both gradients are multiplied by logit_scale.
-  * The head is dense: its probabilities are recomputed, and multiplied with the head's rows of C and with E.
-  * The other kept entries and the targets come from the lists (select.py). A program of `gather_kernel` sums part of a
-    row of dE over that row's list, or part of a row of dC over the lists sorted by column. The targets' coefficients
-    are fp32, because p − 1 cancels there.
-  * The unbiased rule's estimate of the tails is added last (sample.py).
+q is the kept part of the softmax (rule.py), 0 nearly everywhere. Both gradients are multiplied by logit_scale. The head
+is dense: its probabilities are recomputed. The other kept entries and the targets come from the lists (select.py), the
+targets' coefficients in fp32, because p − 1 cancels there. The estimate of the tails is added last (sample.py).
 
 If the lists are void, schemes/four_products.py computes the gradients instead. Only the device knows, so the host
-launches the kernels of both ways, and those of the way not taken return at once. The kernels of four_products.py come
-last. By then the device has usually shown that they are not needed, and the host skips them (devices.Glance).
-The first call of a kind launches them in any case, so that they are loaded: kernels cannot be loaded while a CUDA graph
-is captured.
+launches the kernels of both ways, and those of the way not taken return at once. Those of four_products.py come last:
+by then the host mostly knows that they are not needed (devices.Glance). The first call of a kind launches them in any
+case, so that they are loaded: kernels cannot be loaded while a CUDA graph is captured.
 
 Cost: 3 N D n_head multiply-adds on the tensor cores; gathers 4 D bytes an entry; writes dC once.
 """
@@ -30,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..options import Options
-from ..planner import head_rows, list_parts, room_beside_lists
+from ..planner import ListMemory
 from ..row_math import Operands
 from ..runtime.devices import Glance
 from ..runtime.launch import quick
@@ -252,7 +248,7 @@ def backward(
     def estimate(active: Tensor, taken: int) -> None:
         """Add the tails' estimate where `active` is not 0; `taken`: bytes of the workspace that are taken already."""
         if lists.sample is not None:
-            left = room_beside_lists(n_rows, dim, vocab, lists.column.shape[0], o) - taken
+            left = ListMemory(n_rows, dim, vocab, lists.column.shape[0], o).free() - taken
             add_estimates(x, rule, lists.sample, o, (grad_e, out_c, None), left, active)
 
     active = 1 - lists.void
@@ -303,7 +299,7 @@ def _by_lists(
         factor = None if not rule.n_head else a_scaled
         _gather(active, lists.starts[None], lists.column[None], coefficients[None], c, grad_e, factor=factor)
     if out is not None:
-        n_parts = list_parts(n_rows, e.shape[1], vocab, capacity, o)
+        n_parts = ListMemory(n_rows, e.shape[1], vocab, capacity, o).parts()
         starts, rows, coefficients = _by_column(lists, rows, coefficients, vocab, n_parts)
         head = None if grad_head is None or rule.rank is None else (rule.rank, grad_head)
         _gather(active, starts, rows, coefficients, e, out, into=main_grad_c, head=head, together=COLUMNS)
@@ -323,7 +319,7 @@ def _head(
     c_head = aligned(c.index_select(0, rule.likely[:n_head]))
     grad_head = torch.empty(n_head, dim, dtype=torch.float32, device=e.device) if with_c else None
     offset = lse - HEADROOM.value / LOG2E.value  # with this offset the exponentials are probabilities
-    rows = min(head_rows(n_rows, dim, c.shape[0], capacity, o), n_rows)
+    rows = min(ListMemory(n_rows, dim, c.shape[0], capacity, o).head_rows(), n_rows)
     p = e.new_empty(rows, n_head)
     scaled = None if grad_head is None else e.new_empty(rows, cdiv(dim, 8) * 8)
     width = min(WIDTH, power_of_2(dim))

@@ -6,28 +6,20 @@ p ≥ eps. The remaining entries are the row's tail. One of two rules applies to
 threshold  The tail is dropped, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), but
            by entry instead of by tile. The gradient is biased: every batch misses the same part.
 unbiased   The tail is estimated from a sample. dE takes one column of each group of neighbouring columns, and dC one
-           row of each group of rows. Each draw counts `size` times, the size of its group. The mean over all draws is
-           p. So the sample adds noise, which averages out over batches.
+           row of each group of rows. Each draw counts `size` times, the size of its group, so that the mean is p.
 
-Why groups and not entries: the squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|² for dC). Drawing
-each entry alone, with probability p / eps, would cost eps Σ p |c|². Tails are flat, so Σ p² is far below eps Σ p.
-Whole columns or rows also make two small products on the tensor cores (filter/sample.py), where single entries would
-need gathers.
+Why groups: the squared error of a gradient is (size − 1) Σ p² |c|² over the tail (|e|² for dC). Drawing each entry
+alone would cost eps Σ p |c|², and tails are flat. Whole columns or rows also make two small products (sample.py).
 
-Likely columns and the head: a column's logit from the batch's mean hidden state predicts its probabilities. While a
-model trains, the order of these logits is nearly the order of the mean probabilities. The unbiased rule keeps the
-likeliest columns, the head, in every row. They hold most of the mass that is spread over rows, and a dense product of
-the head costs less than listing its entries. The next likely columns are drawn from smaller groups of neighbours in
-that order.
+Likely columns and the head: a column's logit from the batch's mean hidden state predicts its probabilities. The
+unbiased rule keeps the likeliest columns, the head, in every row, by a dense product. The next likely columns are drawn
+from smaller groups of neighbours in that order.
 
-Reproducibility: draws follow from a seed of the batch's targets. The order follows from sums in fp64, which are exact
-enough for 16-bit operands to be the same on every device and in any tiling. A block of `block_rows` rows shares its
-drawn columns. Other blocks draw other columns, so that the errors of dE differ between blocks.
+Draws follow from a seed of the batch's targets, and the order from sums in fp64: the same on every device, in any
+tiling. A block of `block_rows` rows shares its drawn columns.
 
-If any row drops more than `filter_mass`, the whole call is exact. Exact rows alone would take the slowest path.
-
-On an untrained model p ≈ 1 / V < eps, so a threshold drops nearly all of the gradient but the targets'. The filter
-suits fine-tuning. `FilterStats` reports how much was dropped.
+If any row drops more than `filter_mass`, the whole call is exact. On an untrained model p ≈ 1 / V < eps, so a threshold
+drops nearly all of the gradient but the targets'.
 """
 
 from __future__ import annotations
@@ -282,18 +274,14 @@ def _mixed(x: Tensor) -> Tensor:
 class FilterStats:
     """Statistics of what one backward pass kept and dropped. Nothing waits for the device.
 
-    `values` (5,) fp32 holds the figures of NAMES on the inputs' device; NaN until backward has run. They are over the
-    rows that count, which are those whose loss has a gradient:
+    `values` (5,) fp32 holds the figures of NAMES, over the rows whose loss has a gradient; NaN until backward has run:
       entries_kept: share of the rows' entries that were kept.
       dropped_mass_mean, dropped_mass_p99, dropped_mass_max: softmax mass of a row's entries that were not kept. (The
         unbiased rule estimates their part of the gradients.)
-      exact: 1 if nothing was filtered, else 0. A call without filter_eps is exact. So is a call with filter_if_faster
-        whose filter would not be faster. So is a call with filter_mass if a row would have dropped more, or if the
-        lists were too short.
+      exact: 1 if nothing was filtered, else 0: without filter_eps, where filter_if_faster left the filter out, or where
+        filter_mass did.
 
-    Args:
-        vocab: columns of the whole vocabulary.
-        add_up: sums a tensor in place over the ranks that hold the shards of the vocabulary.
+    vocab: columns of the whole vocabulary. add_up: sums a tensor in place over the ranks that hold its shards.
     """
 
     NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact")

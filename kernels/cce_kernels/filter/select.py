@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..options import Options
-from ..planner import EIGHTS, FOUND, SEGMENTS, SLOTS, list_rows
+from ..planner import EIGHTS, FOUND, SEGMENTS, SLOTS, ListMemory
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
@@ -227,28 +227,19 @@ def kept_kernel(
 class Lists:
     """The listed entries, and everything else that the backward pass needs from the forward pass.
 
-    starts: (N + 1,) int64, row i's entries lie from starts[i] to starts[i + 1], the target first; those beyond the
-        capacity are missing.
-    column: (capacity,) int32, each entry's column; V in unused places.
-    weight: (capacity,) fp32, each entry's p; undefined at targets.
-    count: (N, SEGMENTS) int32, number of entries that the rule lists.
-    dropped: (N, SEGMENTS) fp32, softmax mass of the entries that are not kept.
-    void: () int32, 1 if an entry is missing or a row dropped more than filter_mass; the lists are then undefined.
-    nll: (N,) fp32, −log p of the target.
-    rank, likely: as in `Rule`; empty if the rule has none.
-    sample: what the rule draws; None if it draws nothing.
+    void: 1 if an entry is missing or a row dropped more than filter_mass; the lists are then undefined.
     """
 
-    starts: Tensor
-    column: Tensor
-    weight: Tensor
-    count: Tensor
-    dropped: Tensor
-    void: Tensor
-    nll: Tensor
-    rank: Tensor
+    starts: Tensor  # (N + 1,) int64: row i's entries lie from starts[i] to starts[i + 1], the target first
+    column: Tensor  # (capacity,) int32, each entry's column; V in unused places
+    weight: Tensor  # (capacity,) fp32, each entry's p; undefined at targets
+    count: Tensor  # (N, SEGMENTS) int32, number of entries that the rule lists
+    dropped: Tensor  # (N, SEGMENTS) fp32, softmax mass of the entries that are not kept
+    void: Tensor  # () int32
+    nll: Tensor  # (N,) fp32, −log p of the target
+    rank: Tensor  # this and the next as in `Rule`; empty if the rule has none
     likely: Tensor
-    sample: Sample | None
+    sample: Sample | None  # what the rule draws; None if it draws nothing
 
     @classmethod
     def empty(cls, columns: Tensor, vocab: int, capacity: int, void: Tensor, o: Options) -> Lists:
@@ -290,10 +281,7 @@ class Lists:
         return Rule(torch.full((), eps, dtype=torch.float32, device=self.nll.device), None, *self._likely(vocab))
 
     def kept(self, columns: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        """Each row's number of entries kept and softmax mass dropped, (N,) fp32 each.
-
-        columns: (N,) int64, each row's target column.
-        """
+        """Each row's number of entries kept and softmax mass dropped, (N,) fp32 each."""
         kept, dropped = torch.empty_like(self.nll), torch.empty_like(self.nll)
         n_rows = kept.shape[0]
         kept_kernel[(cdiv(n_rows, KEPT),)](
@@ -317,17 +305,13 @@ def forward(
     e: Tensor, c: Tensor, columns: Tensor, capacity: int, with_metrics: bool, o: Options,
     z_target: Tensor | None = None,
 ) -> tuple[Rows, list[Tensor]]:  # fmt: skip
-    """The row statistics that the loss needs, and the tensors of the `Lists`.
+    """The row statistics that the loss needs, and the tensors of the `Lists`, which hold `capacity` entries.
 
-    Args:
-        e: (N, D) and c: (V, D), bf16 and `aligned`.
-        columns: (N,) int64, each row's target column (row_math.py).
-        capacity: entries that the lists hold.
-        z_target: (N,) fp32, the targets' logits, if they are known already.
+    The other arguments are those of `row_stats.forward`, in bf16.
     """
     n_rows, vocab = e.shape[0], c.shape[0]
     assert o.filter_eps is not None
-    rows = list_rows(n_rows, e.shape[1], vocab, capacity, o)
+    rows = ListMemory(n_rows, e.shape[1], vocab, capacity, o).rows()
     w = e.new_empty(rows, cdiv(vocab, 16) * 16)
     scales = float(o.logit_scale), float(o.z_loss)
     eps = float(o.filter_eps)

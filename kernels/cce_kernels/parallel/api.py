@@ -3,41 +3,20 @@
     LSE_i = log Σ_r exp(LSE_i^r)        −log p_i = −log p_i^o + softplus(log Σ_{r ≠ o} exp(LSE_i^r) − LSE_i^o)
 
 LSE^r is the log-sum-exp over rank r's columns. o is the rank that holds row i's target, its owner. p^o is the softmax
-over the owner's columns alone. Every rank computes LSE^r and p^r with the forward pass of one device. On ranks other
-than the owner, another column stands in for the target, a different one in each row. One all-gather then gives every
-rank the numbers of all ranks. (A sum over ranks would need a maximum first, and would keep no digit of a loss near
-0.)
+over the owner's columns alone. On ranks other than the owner, another column stands in for the target, a different one
+in each row. One all-gather then gives every rank the numbers of all ranks. (A sum over ranks would need a maximum
+first, and would keep no digit of a loss near 0.)
 
 The backward pass is that of one device with the LSE of the whole vocabulary. dC is complete on its rank. dE is summed
 over the ranks in fp32 and rounded once. With three products, each chunk of rows is settled before its products: one
 all-gather, and then exp(LSE^r − LSE) goes into the rows' factors (combine.py).
 
 `rows="same"`: every rank has all rows of E, as in tensor parallelism. dE takes an all-reduce.
-`rows="own"`: every rank has rows of its own, as in sequence and data parallelism. E is gathered; dE is reduced and
-scattered.
+`rows="own"`: every rank has rows of its own, as in sequence and data parallelism. E is gathered chunk by chunk, and dE
+reduced and scattered, both beside the products: only the first chunk of E and the last of dE are waited for.
 
-Overlapped with computation:
-  * with rows="own", gathering E, except for the first chunk;
-  * summing dE over the ranks, except for the last chunk. The sum runs while the last chunk is multiplied.
-Not overlapped:
-  * each chunk's all-gather, because dC needs it. dE's product does not, but it stays beside dC's: both fill each
-    other's idle multiprocessors, which saves more;
-  * the last chunk's dE.
-
-Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all:
-
-    for                                                   bytes
-    token_weights, three products and rows="own"          4 N
-    target_weights                                        4 N
-    target_weights and rows="own"                         12 N K (24 N K with the backward pass)
-    LSE and −log p; what rounding took from LSE           8 N; 4 N with four products
-    label smoothing; metrics                              4 N; 8 N
-    dE                                                    4 N D
-    E, with rows="own" and 16-bit inputs                  2 N D
-    row losses' gradients, four products and rows="own"   4 N (8 N if log-sum-exps have gradients, too)
-    the filter's statistics                               8 N
-    filter_mass                                           4 N
-    the unbiased filter's ranks                           4 V
+Cost on each of W ranks: 1 / W of the products. Bytes sent, for N rows in all: 4 N D for dE, 2 N D for E with
+rows="own", some 8 to 24 numbers a row for all else (12 N K bytes more for K targets a row).
 """
 
 from __future__ import annotations

@@ -111,10 +111,7 @@ def settle_kernel(
 def settle(every: Tensor, ends: Tensor, rank: int, columns: Tensor, rows: Rows, gradient: Gradient, o: Options) -> None:
     """Turn a chunk's rows and gradient factors of one shard into those of the whole vocabulary, in place.
 
-    Args:
-        every: (W, 2, N), or with metrics (W, 4, N), fp32: all ranks' numbers; see `settle_kernel`.
-        ends: (W,) int64, the end of each rank's columns.
-        columns: (N,) int64, each row's target column in the whole vocabulary (row_math.py).
+    every, ends, columns: as for `settle_kernel`.
     """
     world, parts, n_rows = every.shape
     settle_kernel[(cdiv(n_rows, ROWS),)](

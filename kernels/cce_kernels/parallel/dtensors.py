@@ -195,8 +195,8 @@ def of_dtensors(
     e, c, targets, bias, token_weights = (_waited(x) for x in (e, c, targets, bias, token_weights))
     options["ignore_index"] = ignore_index
     if not _is_dtensor(e):
-        weights = {"token_weights": token_weights, "target_weights": target_weights}
-        of_rows = {name: x for name, x in weights.items() if x is not None}
+        of_rows = {"token_weights": token_weights, "target_weights": target_weights}
+        of_rows = {name: x for name, x in of_rows.items() if x is not None}
         c, bias = plain_heads(c, bias, main_grad_c, targets=targets, **of_rows)
         return function(e, c, targets, bias=bias, shift=shift, **of_rows, **options)
     if target_weights is not None:

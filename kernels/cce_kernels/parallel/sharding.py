@@ -44,15 +44,12 @@ def chunk_rows(rows: int, ranks: int, own: bool) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """The layout of C and E over the ranks of a group, seen from one rank.
+    """The layout of C and E over the ranks of a group, seen from one rank: a `Place`, with the group's name and this
+    rank.
 
-    name: the group's name; custom operators take a name instead of a group.
-    rank: this rank.
-    shards: rows of C on each rank.
-    own: whether each rank has rows of E of its own (rows="own"), or all ranks have the same rows (rows="same").
-    agreed: whether the host waits for no comparison of the ranks' numbers.
     chunk: rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, and in
-        order of rank within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
+    order
+        of rank within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
     """
 
     name: str

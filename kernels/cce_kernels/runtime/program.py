@@ -1,21 +1,17 @@
 """A pass of the loss, recorded once and then repeated without the Python that leads to its launches.
 
-A small problem's kernels wait for that Python. But a training step repeats the passes of the step before: the same
-shapes and options, and so the same launches. `Passes` therefore runs the first pass of a kind as usual, the second one
-under a `Tape`, and later ones from its `Program`.
-
-A program holds a tape's launches, with their addresses open, and a plan of the memory:
+A small problem's kernels wait for that Python. But a training step repeats the passes of the step before. `Passes`
+runs the first pass of a kind as usual, the second one under a `Tape`, and later ones from its `Program`: the tape's
+launches, with their addresses open, and a plan of the memory:
 
     inputs      tensors that the caller gives; their addresses may change from call to call
     own         memory that leaves the pass as a tensor of its own: losses, gradients, exponentials
     arena       one allocation for all small tensors that only the next pass takes up
-    scratch     everything else, until the pass ends: in own memory that no launch of the pass uses, dC's for example,
-                or in one allocation. Tensors that the launches use one after another share its bytes
+    scratch     everything else, until the pass ends: in own memory that no launch of the pass uses, or in one
+                allocation. Tensors that the launches use one after another share its bytes
 
-A pass is repeatable if nothing but launches and allocations happens in it. A pass that computes anything with torch's
-operators runs as usual every time. So does every pass while a profiler's launch hooks are set. So does a forward pass
-while hooks handle saved tensors: activation checkpointing compares the saved tensors of two forward passes, and those
-of a program are others.
+A pass is repeatable if nothing but launches and allocations happens in it. It runs as usual while launches are watched,
+and a forward pass while hooks handle saved tensors: checkpointing compares the saved tensors of two forward passes.
 """
 
 from __future__ import annotations

@@ -43,10 +43,8 @@ from ..triton.targets.gradient import add_at, add_by_target, target_rows
 
 @dataclass(frozen=True)
 class Fallback:
-    """Gradients that the filter's lists have already written, unless the lists were void (filter/select.py).
-
-    active: () int32, 0 where the lists have written them, so that nothing is left to do.
-    grad_e, grad_c: where the gradients are, in the wanted dtypes.
+    """Gradients, in the wanted dtypes, that the filter's lists have written where `active`, () int32, is 0
+    (select.py).
     """
 
     active: Tensor
@@ -60,8 +58,6 @@ def gradients(
     entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
-
-    The function is long because each chunk's dz serves all gradients before the next chunk overwrites it.
 
     Args:
         x: e and c are of one dtype and `aligned`.

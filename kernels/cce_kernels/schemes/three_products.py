@@ -3,29 +3,21 @@
     dE_i = a_i / S_i Σ_{v ≠ t} w_iv C_v + (a_i p_it − b_i) C_t        dC_v = Σ_{i: t_i ≠ v} w_iv (a_i / S_i) e_i
                                                                               + Σ_{i: t_i = v} (a_i p_it − b_i) e_i
 
-kernels/logits.py defines w and S. For each chunk of rows, `exponentials` stores w (rows × V, 16 bits) and the rows'
-sums. Both gradients are then plain products of w (kernels/matmul.py). The factor a_i / S_i goes into the rows of dE and
+triton/logits.py defines w and S. For each chunk of rows, `exponentials` stores w (rows × V, 16 bits) and the rows'
+sums. Both gradients are then plain products of w (triton/matmul.py). The factor a_i / S_i goes into the rows of dE and
 of e, so nothing is recomputed and no pass over w is needed. The target's entry is left out of w: p − 1 cancels there,
 and most of the gradient lies there. The last products add it in fp32.
 
-One chunk needs no sums: the backward pass writes both gradients once. Several chunks sum dC. The forward pass
-then multiplies every chunk but the last. The last chunk's w waits for the backward pass, which multiplies by dL/dloss
-before the final rounding. Until then the sums keep their rounding errors (accumulator.py). Each row of w C is complete
-after its own chunk.
+One chunk needs no sums: the backward pass writes both gradients once. Of several chunks the forward pass multiplies
+every one but the last, whose w waits for dL/dloss. Until then the sums of dC keep their rounding errors
+(accumulator.py). Each row of w C is complete after its own chunk.
 
 Cost: 3 N D V multiply-adds. Each chunk but the first reads dC and its rounding error, and each but the last writes
-both.
-Memory: 2 V bytes a row of a chunk. One chunk finds room for the rest in the gradients' memory before they are written
-(planner.stored_bytes). Several chunks take 2 D bytes a row for e times its factor, and 1 byte an entry of dC and of dE,
-none where these are fp32. w C also takes `splits` fp32 copies where it has too few tiles to occupy every multiprocessor
-(planner.splits_alone, planner.splits_beside).
-Ignored rows cost nothing in a call of some size (planner.skips_ignored): the rows that count come first, and every
-product ends after them (kernels/targets/live_rows.py).
-Label smoothing without a softcap adds terms of rank one (kernels/smoothing.py).
-A bias takes one pass over w for its gradient (kernels/targets/bias.py), and 4 V bytes.
-Serves bf16 operands without filter, or label smoothing with a softcap, or a bias at a logit_scale of 0. Rows with
-upstream gradients of their own, or log-sum-exps with gradients, take one chunk: its products come after these
-gradients are known.
+both. Memory: 2 V bytes a row of a chunk, and planner.stored_bytes.
+Ignored rows cost nothing in a call of some size: the rows that count come first (targets/live_rows.py). Label smoothing
+without a softcap adds terms of rank one (smoothing.py). A bias takes one pass over w (targets/bias.py).
+Serves what `planner._storable` says. Rows with upstream gradients of their own, or log-sum-exps with gradients, take
+one chunk, whose products come after these gradients are known.
 """
 
 from __future__ import annotations

@@ -172,15 +172,8 @@ def gradient_of_chunk(
 ) -> Tensor | None:  # fmt: skip
     """Write dz / peak of one chunk; return dbias / peak (row tiles, W) if `with_bias`, else None.
 
-    Args:
-        e: (N, D) and c_chunk: (W, D), of one dtype and `aligned`. bias_chunk: (W,) contiguous or None.
-        columns: (N,) int64, each row's target column in the whole vocabulary, negative for none.
-        lse: (N,) fp32. a, b: (N,) fp32, divided by the peak.
-        dz: (N, W), written.
-        first: the chunk's first column. vocab: columns of the whole vocabulary.
-        filtering: the filter, or None for exact gradients.
-        active: () int32; where 0, the kernel does nothing. None: it always computes.
-        entropy: (2, N) fp32, the gradients of the rows' entropies, divided by the peak, and the entropies; or None.
+    e and c_chunk are of one dtype and `aligned`. vocab: columns of the whole vocabulary. filtering: None for exact
+    gradients. The others are as for `gradient_kernel`.
     """
     (n_rows, dim), width = e.shape, c_chunk.shape[0]
     tail = filtering is not None and filtering.kept is None

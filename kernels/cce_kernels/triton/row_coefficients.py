@@ -1,14 +1,7 @@
 """Each row's gradient coefficients in one or two launches, which replace a dozen small operations of torch.
 
-    dL/dz_iv = a_i p_iv − b_i [v = target_i]        a = b (1 + 2 z_loss LSE) + dL/dLSE        b = dL/d(row loss)
-
-p is exp(z − lse) here, so exp(−lost) goes into a (row_math.Rows).
-
-b is 0 for an ignored row, and NaN for a row whose target lies outside the vocabulary (row_math.py). Label smoothing
-distributes b over the columns (logit_gradient.py).
-
-Stored exponentials (schemes/three_products.py) come with factors for an upstream gradient of 1. `row_factors` makes
-those for each row's own.
+row_math.row_coefficients says what a and b are. Stored exponentials (schemes/three_products.py) come with factors for
+an upstream gradient of 1; `row_factors` makes those for each row's own.
 
 Cost: reads and writes a few N numbers.
 """

@@ -255,12 +255,9 @@ def forward(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, with_metrics: bool, o: Options,
     z_target: Tensor | None = None,
 ) -> Rows:  # fmt: skip
-    """The row statistics that the loss needs.
+    """The row statistics that the loss needs. e (N, D) and c (V, D) are of one dtype and `aligned`.
 
-    Args:
-        e: (N, D) and c: (V, D), of one dtype and `aligned`. bias: (V,) contiguous or None.
-        columns: (N,) int64, each row's target column (row_math.py).
-        z_target: (N,) fp32, the targets' logits, if they are known already.
+    columns: (N,) int64 (row_math.py). z_target: (N,) fp32, the targets' logits, if they are known already.
     """
     if z_target is None:
         z_target = target_logits(e, c, bias, columns, o)

@@ -297,7 +297,7 @@ ALTERED: dict[str, tuple[dict[str, Any], Filtered]] = {
     "blocks of rows and chunks of columns": (BLOCKS, Filtered("blocks", UNBIASED)),
     "blocks, fp32 sums": (BLOCKS, Filtered("blocks", UNBIASED | {"accumulate": "fp32", "z_loss": 1e-2})),
     "several segments": ({"select.EIGHTS": 32, "select.FOUND": 64}, Filtered("segments", UNBIASED, (20, 16, 610))),
-    "lists sorted in parts": ({"gather.list_parts": lambda *_: 4}, Filtered("parts", UNBIASED, (10, 300, 330))),
+    "lists sorted in parts": ({"gather.ListMemory.parts": lambda _: 4}, Filtered("parts", UNBIASED, (10, 300, 330))),
     "too few slots": ({"select.SLOTS": 8}, Filtered("slots", UNBIASED, (20, 16, 610), overflows=True)),
 }
 

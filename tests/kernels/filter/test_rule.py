@@ -8,7 +8,7 @@ from cases import BF16
 from cce_kernels.filter import rule as filter_rule
 from cce_kernels.filter.rule import Rule, by_likelihood, likely_sizes, mean_logits
 from cce_kernels.options import Options
-from cce_kernels.planner import Problem, _state_bytes, head_rows, plan
+from cce_kernels.planner import ListMemory, Problem, plan
 
 
 def taken(drawn: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_lists_leave_room_for_the_head(unbiased, workspace_mib):
         planned.append(capacity)
         n_head = likely_sizes(v)[0] if unbiased else 0
         if capacity and n_head:
-            rows = head_rows(n, d, v, capacity, o)
+            rows = ListMemory(n, d, v, capacity, o).head_rows()
             beside = 8 * capacity + 6 * d * n_head
             taken, in_fewer = (beside + x * 2 * (n_head + d) for x in (rows, n / max(1, -(-n // rows) - 1)))
             assert 128 <= rows <= n
@@ -129,7 +129,7 @@ def test_what_lists_keep_is_accounted_for(n_rows, dim, vocab):
 
     o = Options(filter_eps=2.0**-12, filter_unbiased=True)
     kept = empty_lists(torch.empty(n_rows, dtype=torch.int64, device="meta"), dim, vocab, 65536, o)
-    assert sum(x.nbytes for x in kept) <= _state_bytes(n_rows, dim, vocab, 65536, o)
+    assert sum(x.nbytes for x in kept) <= ListMemory(n_rows, dim, vocab, 65536, o).state()
 
 
 def test_lists_are_no_longer_than_their_places_can_say():

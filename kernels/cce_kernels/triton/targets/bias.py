@@ -59,14 +59,7 @@ def finish_bias_gradient(
     total: Tensor, keys: Tensor, order: Tensor, bounds: Tensor, tile: int, coefficient: Tensor,
     everywhere: Tensor | None, scale: Tensor | None, o: Options,
 ) -> None:  # fmt: skip
-    """Turn `total` (V,) fp32, the sums without the targets' entries, into dbias, in place.
-
-    Args:
-        keys, order, bounds: as `order_by_target` writes them, for tiles of `tile` entries.
-        coefficient: (N,) fp32, dL/d(e · c) of each row's target.
-        everywhere: () fp32, label smoothing's part of dL/d(e · c), the same in every column; or None.
-        scale: () fp32, dL/dloss; None if the other numbers hold it.
-    """
+    """Turn `total` (V,) fp32, the sums without the targets' entries, into dbias, in place; see the kernel."""
     vocab = total.shape[0]
     bias_gradient_kernel[(cdiv(vocab, tile),)](
         total, keys, order, bounds, coefficient, everywhere, scale, vocab, 1.0 / o.logit_scale, tile, PLACES

@@ -173,10 +173,7 @@ def add_at(x: Tensor, columns: Tensor, value: Tensor, peak: Tensor, first: int) 
 
 
 def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lost: Tensor | None) -> None:
-    """out (N, D) = coefficient (N,) · the target's row of c (V, D); 0 for a row without a target.
-
-    columns: (N,) int64, each row's target column, negative for none. lost: (N, D) int8, out's rounding error, or None.
-    """
+    """out (N, D) = coefficient (N,) · the target's row of c (V, D); lost: its rounding error, or None."""
     n_rows, dim = out.shape
     block_d = min(256, power_of_2(dim))
     target_rows_kernel[(cdiv(n_rows, 16), cdiv(dim, block_d))](
@@ -185,13 +182,7 @@ def target_rows(c: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor, lo
 
 
 def add_by_target(e: Tensor, columns: Tensor, coefficient: Tensor, out: Tensor) -> None:
-    """out[v] += Σ coefficient_i e_i over the rows whose target is v.
-
-    Args:
-        e: (N, D). coefficient: (N,) fp32.
-        columns: (N,) int64, each row's target column; rows with negative columns are left out.
-        out: (V, D).
-    """
+    """out[v] += Σ coefficient_i e_i over the rows whose target is v. Rows with negative columns are left out."""
     n_rows, dim = e.shape
     keys, order = columns.new_empty(n_rows, dtype=torch.int32), torch.empty_like(columns)
     order_by_target(columns, keys, order)

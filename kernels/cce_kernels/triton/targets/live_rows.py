@@ -103,11 +103,7 @@ def gather_kernel(
 
 
 def live_rows(columns: Tensor, height: int, rows: Tensor, counts: Tensor) -> None:
-    """Write the rows' order.
-
-    columns: (N,) int64, each row's target column (row_math.py). height: positions of a chunk. rows: (N,) int64, and
-    counts: (chunks + 1,) int32, written; see `Live`.
-    """
+    """Write the rows' order, `rows` and `counts`, for chunks of `height` positions; see the kernel."""
     n_rows = columns.shape[0]
     live_rows_kernel[(1,)](
         columns, rows, counts, n_rows, height, cdiv(n_rows, height), IGNORED,
@@ -116,10 +112,7 @@ def live_rows(columns: Tensor, height: int, rows: Tensor, counts: Tensor) -> Non
 
 
 def gather(x: Tensor, live: Live, out: Tensor, always: bool) -> None:
-    """Copy the chunk's rows of x (rows, D) to out (N, D); zeros where a position does not count.
-
-    always: whether to copy also where no row is ignored.
-    """
+    """Copy the chunk's rows of x (rows, D) to out (N, D). always: also where no row is ignored."""
     n_rows, dim = live.rows.shape[0], x.shape[1]
     gather_kernel[(cdiv(n_rows, ROWS),)](
         x, live.rows, live.count, None if always else live.some, out, x.stride(0), out.stride(0), n_rows, dim,

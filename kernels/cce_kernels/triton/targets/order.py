@@ -25,7 +25,7 @@ def target_order_kernel(
     columns_ptr,  # (N,) int64, each row's target column, negative for none
     keys_ptr,  # (N,) int32, written: the target columns in ascending order
     order_ptr,  # (N,) int64, written: the rows in that order
-    bounds_ptr,  # (tiles + 1,) int32, written; or None
+    bounds_ptr,  # (tiles + 1,) int32, written: where in keys_ptr the targets of each tile begin; or None
     N,
     tiles,
     TILE: tl.constexpr,  # tokens of the vocabulary in a tile
@@ -55,15 +55,7 @@ def target_order_kernel(
 
 
 def order_by_target(columns: Tensor, keys: Tensor, order: Tensor, bounds: Tensor | None = None, tile: int = 1) -> None:
-    """Sort the rows by target.
-
-    Args:
-        columns: (N,) int64, each row's target column, negative for none.
-        keys: (N,) int32, written: the target columns in ascending order.
-        order: (N,) int64, written: the rows in that order.
-        bounds: (tiles + 1,) int32 or None, written: where in `keys` the targets of each tile of `tile` vocabulary
-            entries begin.
-    """
+    """Sort the rows by target: write `keys`, `order` and, for tiles of `tile` entries, `bounds`; see the kernel."""
     n_rows, tiles = columns.shape[0], -1 if bounds is None else bounds.shape[0] - 1
     if n_rows <= MOST_COUNTED:
         target_order_kernel[(cdiv(n_rows, ROWS) + cdiv(tiles + 1, ROWS),)](
