@@ -38,7 +38,7 @@ SPLITS = 8  # splits whose partial sums a program reads at a time
 
 
 @quick
-@triton.jit(do_not_specialize=["N", "D", "splits"])
+@triton.jit(do_not_specialize=["metrics_stride", "N", "D", "splits"])
 def rows_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     c_ptr,  # (V, D), rows c_stride apart
@@ -61,6 +61,7 @@ def rows_kernel(
     e_stride,
     c_stride,
     w_stride,
+    metrics_stride,  # from the row of metrics_ptr to the next: the rows of all chunks
     N,
     V,
     D,
@@ -169,7 +170,7 @@ def rows_kernel(
         tl.store(lost_ptr + out, tl.where(lost == lost, lost, 0.0), mask=inside)
     if metrics_ptr is not None:
         tl.store(metrics_ptr + out, (is_largest & apart).to(tl.float32), mask=inside)
-        tl.store(metrics_ptr + N + out, tl.where(skipped, 0.0, entropy), mask=inside)
+        tl.store(metrics_ptr + metrics_stride + out, tl.where(skipped, 0.0, entropy), mask=inside)
     if largest_ptr is not None:
         tl.store(largest_ptr + out, largest, mask=inside)
 
@@ -244,7 +245,8 @@ def finish_rows(
     rows_kernel[(cdiv(n_rows, ROWS),)](
         e, c, w, bias, columns, weights, z_target, None if live is None else live.rows, sums.w, sums.metrics,
         rows.metrics, rows.largest, rows.lse, rows.lost, rows.nll,
-        factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0), n_rows, vocab, dim,
+        factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
+        0 if rows.metrics is None else rows.metrics.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,
         inner_of(e.dtype), SPLITS, o.softcap is not None, num_warps=4,

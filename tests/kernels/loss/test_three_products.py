@@ -177,7 +177,7 @@ SKIPPED_ROWS = {
     "half": (0.5, 512, 1, {"return_metrics": True}),
     "half_in_parts": (0.5, 512, 2, {"z_loss": 1e-2}),
     "half_side_by_side": (0.5, 512, 0, {}),
-    "half_in_chunks": (0.5, 128, 1, {"softcap": 9.0}),
+    "half_in_chunks": (0.5, 128, 1, {"softcap": 9.0, "return_metrics": True}),
     "all": (1.0, 512, 1, {}),
     "row_losses": (0.7, 512, 1, {"reduction": "none", "token_weights": True}),
     "main_grad": (0.4, 128, 1, {"main_grad_c": True}),
