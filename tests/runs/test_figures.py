@@ -1,8 +1,8 @@
-"""Speed of a run from its records: tokens/s follow from the mean step, and a summary says where the median differs."""
+"""Speed of a run from its records: tokens/s follow from the mean step."""
 
 import pytest
 
-from linrnn.runs.figures import speed_of_run, uneven_steps
+from linrnn.runs.figures import speed_of_run
 
 
 def records(*milliseconds: float) -> list[dict[str, float]]:
@@ -14,12 +14,3 @@ def test_a_slow_step_lowers_tokens_per_second_and_leaves_the_median():
     speed = speed_of_run(records(10, 10, 10, 10, 60), tokens_per_step=21)
     assert (speed["step_time_ms_median"], speed["wall_step_ms"], speed["host_step_ms"]) == (10, 21, 1)
     assert speed["tokens_per_second"] == pytest.approx(1000)
-    words = uneven_steps(speed)
-    assert words is not None
-    assert words.startswith("the mean step takes 2.00 times the median step's 10.00 ms")
-
-
-def test_even_steps_and_rows_without_times_need_no_remark():
-    assert uneven_steps(speed_of_run(records(10, 10, 10, 10, 14), tokens_per_step=1)) is None
-    assert uneven_steps(speed_of_run([], tokens_per_step=1)) is None
-    assert uneven_steps({"step_time_ms_median": 1.0}) is None, "as in older rows"

@@ -12,7 +12,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.runs.directory import SUMMARY
-from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run, waits_between_steps
+from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training.trainer import Trainer
 
@@ -173,7 +173,6 @@ def test_figures_weigh_records_by_their_steps():
     assert host_decides(figures)
     assert not host_decides({**figures, "host_step_ms": 0.3})
     assert not host_decides({**figures, "device": "cpu"})
-    assert waits_between_steps({**figures, "device": "cpu"})
     assert not host_decides({"tokens_per_second": 1.0}), "a summary of an earlier version"
     nothing = speed_of_run(records[:1], tokens_per_step=600)
     assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)

@@ -12,11 +12,12 @@ from typing import Any
 
 from linrnn.config.naming import HORIZON
 from linrnn.core.dates import utc_now
-from linrnn.core.errors import ConfigError, LinrnnError, StorageError
+from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.core.files import read_object, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
+from linrnn.runs.metrics import storing
 from linrnn.runs.origins import Process, read_processes, settled
 
 CONFIG = "config.yaml"
@@ -59,14 +60,13 @@ class RunDirectory:
             ConfigError: another process uses the directory, or it now holds another configuration.
             StorageError: the directory cannot be made.
         """
-        try:
+        with storing(self.path):
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            if not self._lock.take():
-                remedy = f"wait for it, or use {self.another_name} for another run"
-                raise ConfigError(f"another process is writing to {self.path}", remedy)
-        except OSError as error:
-            raise _not_written(self.path, error) from error
+            locked = self._lock.take()
+        if not locked:
+            remedy = f"wait for it, or use {self.another_name} for another run"
+            raise ConfigError(f"another process is writing to {self.path}", remedy)
         try:
             self._check()
         except LinrnnError:
@@ -85,9 +85,8 @@ class RunDirectory:
         if self._resume == "never" and not self._is_new:
             of_old, self._lock = self._lock, DirectoryLock(self.path)
             try:
-                say(f"moved the existing run to {self.path.rename(_unused(self.path, '.', 1))}")
-            except OSError as error:
-                raise _not_written(self.path, error) from error
+                with storing(self.path):
+                    say(f"moved the existing run to {self.path.rename(_unused(self.path, '.', 1))}")
             finally:
                 of_old.release()
             self.open()
@@ -133,35 +132,30 @@ class RunDirectory:
         self._lock.release()
 
     def _check(self) -> None:
+        """Whether this command continues the run that is there, and may."""
         self.resumed = self._resume != "never" and (self.path / IDENTITY).exists()
         if self._resume == "must" and not self.resumed:
-            raise ConfigError(
-                f"trainer.resume=must: {self.path} holds no run", "use trainer.resume=auto, or check the keys"
-            )
-        if self.resumed:
-            self._check_identity()
-
-    def _check_identity(self) -> None:
-        """Whether this command's identity is the run's. Another horizon alone has remedies of its own."""
-        there = read_object(self.path / IDENTITY, remedy=ASIDE)
-        here = json.loads(json.dumps(self._identity))
-        changed = differences(there, here)
-        if not changed:
+            remedy = "use trainer.resume=auto, or check the keys"
+            raise ConfigError(f"trainer.resume=must: {self.path} holds no run", remedy)
+        if not self.resumed:
             return
-        if [*changed] != [HORIZON] or there.keys() != here.keys():
+        here = json.loads(json.dumps(self._identity))
+        changed = differences(read_object(self.path / IDENTITY, remedy=ASIDE), here)
+        its_end, end = changed.get(HORIZON, (None, None))
+        if len(changed) == 1 and isinstance(its_end, int):  # another horizon alone has remedies of its own
+            same = end < its_end and self.steps_done <= end
+            own = f"{HORIZON}={its_end} trainer.max_steps={end} continues the run on its own schedule; " if same else ""
+            raise ConfigError(
+                f"{self.path} holds a run whose schedule ends at step {its_end}, and this command's ends at step "
+                f"{end}: its learning rate would jump",
+                f"{own}{self.taking_over(here['init_from'])} trains on from its state under the new schedule; "
+                f"{self.another_name} begins another run; {ASIDE}",
+            )
+        if changed:
             raise ConfigError(
                 f"{self.path} holds a run of another configuration ({in_words(changed)})",
                 f"{self.another_name} begins another run; {ASIDE}",
             )
-        its_end, end = changed[HORIZON]
-        same = end < its_end and self.steps_done <= end
-        raise ConfigError(
-            f"{self.path} holds a run whose schedule ends at step {its_end}, and this command's ends at step {end}: "
-            "its learning rate would jump",
-            (f"{HORIZON}={its_end} trainer.max_steps={end} continues the run on its own schedule; " if same else "")
-            + f"{self.taking_over(here['init_from'])} trains on from its state under the new schedule; "
-            f"{self.another_name} begins another run; {ASIDE}",
-        )
 
     @property
     def another_name(self) -> str:
@@ -206,14 +200,8 @@ class RunDirectory:
         Raises:
             StorageError: the file cannot be written.
         """
-        try:
+        with storing(self.path / name):
             write_text(self.path / name, scrub(text))
-        except OSError as error:
-            raise _not_written(self.path / name, error) from error
-
-
-def _not_written(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path} cannot be written ({error.strerror})", "free space or choose another results_dir")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

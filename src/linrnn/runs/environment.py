@@ -49,25 +49,22 @@ def command_line() -> str:
     """
     script = Path(sys.argv[0]).resolve()
     here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) and not is_program() else sys.argv[0]
-    return shlex.join([*_starter(), *_words(here), *without_machine_paths(sys.argv[1:])])
+    return _command(here, without_machine_paths(sys.argv[1:]))
 
 
 def typed_command() -> str:
     """The same command as it was typed, with the paths of this machine: for the user to type again."""
-    return shlex.join([*_starter(), *_words(sys.argv[0]), *sys.argv[1:]])
+    return _command(sys.argv[0], sys.argv[1:])
 
 
-def _starter() -> list[str]:
-    """Python (of the program `linrnn` nothing), or torchrun with its processes."""
-    if not (processes := os.environ.get("LOCAL_WORLD_SIZE")):
-        return [] if is_program() else ["python"]
-    machines = os.environ.get("GROUP_WORLD_SIZE", "1")
-    nodes = [f"--nnodes={machines}"] if machines != "1" else []
-    return ["torchrun", *nodes, f"--nproc-per-node={processes}", *["-m"] * is_program()]
-
-
-def _words(script: str) -> list[str]:
-    return script.split() if is_program() else [script]
+def _command(script: str, arguments: Sequence[str]) -> str:
+    """After Python (of the program `linrnn` nothing), or torchrun with its processes."""
+    starter = [] if is_program() else ["python"]
+    if processes := os.environ.get("LOCAL_WORLD_SIZE"):
+        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
+        nodes = [f"--nnodes={machines}"] if machines != "1" else []
+        starter = ["torchrun", *nodes, f"--nproc-per-node={processes}", *["-m"] * is_program()]
+    return shlex.join([*starter, *(script.split() if is_program() else [script]), *arguments])
 
 
 def without_machine_paths(arguments: Sequence[str]) -> list[str]:
@@ -117,9 +114,13 @@ def describe_environment() -> dict[str, Any]:
         "os": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "cuda_allocator": _allocator(),
+        # It affects which batch fits.
+        "cuda_allocator": next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None),
         "gpus": _gpus(),
-        "gpu_driver": _driver(),
+        "gpu_driver": (_answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").partition(
+            "\n"
+        )[0]
+        or None,
         "cpu": _cpu_model(),
         "cpu_cores": cores(),
         "torch_threads": torch.get_num_threads(),
@@ -174,7 +175,6 @@ def _number(word: str) -> float | None:
         return None
 
 
-@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -193,16 +193,6 @@ def _gpus() -> list[dict[str, Any]]:
         }
         for gpu in map(torch.cuda.get_device_properties, range(count))
     ]
-
-
-def _allocator() -> str | None:
-    """The setting of PyTorch's CUDA allocator, if there is one. It affects which batch fits."""
-    return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None)
-
-
-def _driver() -> str | None:
-    answer = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0] if answer else None
 
 
 def _cpu_model() -> str | None:

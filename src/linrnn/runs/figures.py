@@ -14,7 +14,6 @@ from linrnn.core.machine import GIB
 WALL_CLOCK = "wall clock"  # tokens_per_second_is
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
 HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
-UNEVEN = 0.10  # if the mean time of a step differs by more from the median, a report says so
 
 
 def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
@@ -53,31 +52,9 @@ def on_cpu(summary: Mapping[str, Any]) -> bool:
 
 
 def host_decides(summary: Mapping[str, Any]) -> bool:
-    """Whether a GPU waits between steps for more than 2 % of a run's wall-clock time."""
-    return waits_between_steps(summary) and not on_cpu(summary)
-
-
-def waits_between_steps(summary: Mapping[str, Any]) -> bool:
-    """Whether more than 2 % of a run's wall-clock time passes between steps.
-
-    False without one of the two times.
-    """
+    """Whether a GPU waits between steps for more than 2 % of a run's wall-clock time; False without the two times."""
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
-    return host is not None and wall is not None and host > HOST_DECIDES * wall
-
-
-def uneven_steps(summary: Mapping[str, Any]) -> str | None:
-    """Why a run's tokens/s do not follow from its median step, in words; None if the two agree within 10 %.
-
-    The mean of the steps' own times is compared with their median. The time between steps counts for neither.
-    """
-    median, host, wall = (summary.get(key) for key in ("step_time_ms_median", "host_step_ms", "wall_step_ms"))
-    if not median or host is None or wall is None or abs((ratio := (wall - host) / median) - 1) <= UNEVEN:
-        return None
-    return (
-        f"the mean step takes {ratio:.2f} times the median step's {median:.2f} ms: tokens/s follow from the mean, and "
-        "a few steps took much longer or shorter, as beside another busy process"
-    )
+    return host is not None and wall is not None and host > HOST_DECIDES * wall and not on_cpu(summary)
 
 
 def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

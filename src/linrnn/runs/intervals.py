@@ -4,7 +4,6 @@ A value compares a run with the baseline's run of the same seed. Ratios are aver
 the same whichever of the two losses is the denominator.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +40,13 @@ def estimate(values: Sequence[float], *, ratios: bool) -> Estimate:
         values: one per pair, at least one.
         ratios: whether the values are positive ratios, whose logarithms are averaged.
     """
+    from scipy.special import stdtrit  # Student's t; takes a while to import
+
     n, middle = len(values), median(values)
     if n < 2:
         return Estimate(n, middle, None, None)
     scaled = [math.log(value) for value in values] if ratios else list(values)
-    half = stdev(scaled) / math.sqrt(n) * _critical_value(n - 1)
+    half = stdev(scaled) / math.sqrt(n) * float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
     low, high = fmean(scaled) - half, fmean(scaled) + half
     return Estimate(n, middle, *((math.exp(low), math.exp(high)) if ratios else (low, high)))
 
@@ -68,11 +69,3 @@ def answer(low: float, high: float, rule: str, target: float) -> bool | None:
         return False if low > target or high < -target else None
     keeps = (lambda value: value <= target) if rule == AT_MOST else (lambda value: value >= target)
     return keeps(low) if keeps(low) == keeps(high) else None
-
-
-@functools.cache
-def _critical_value(degrees_of_freedom: int) -> float:
-    """Of Student's t, at CONFIDENCE."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2))

@@ -3,10 +3,10 @@
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -20,9 +20,7 @@ from linrnn.core.redaction import scrub
 
 CONNECTION_SECONDS = 60  # how long a run waits for wandb's server at its start, and again at its end
 MOVES_SECONDS = 0.2  # between the places of the line that moves on a terminal
-_SERVICE_SECONDS = (
-    120  # how long wandb's own process may take to start; its default of 30 is too short on a busy machine
-)
+_SERVICE_SECONDS = 120  # wandb's own process may take so long to start: 30 are too short on a busy machine
 
 
 def has_wandb_key() -> bool:
@@ -35,39 +33,30 @@ def has_wandb_key() -> bool:
     return bool(wandb.login(prompt=False, verify=False))
 
 
-def wandb_mode(config: WandbConfig) -> str:
-    """The configured mode. The variable WANDB_MODE turns `auto` into `offline` or `disabled`, as wandb knows it."""
-    asked = os.environ.get("WANDB_MODE")
-    return asked if config.mode == "auto" and asked in ("offline", "disabled") else config.mode
-
-
-def check_wandb(config: WandbConfig) -> None:
-    """Raise if wandb cannot serve the configured mode here.
-
-    Raises:
-        UnsupportedError: wandb is not installed, or `mode=online` without an API key.
-    """
-    if wandb_mode(config) != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise UnsupportedError(
-            "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
-        )
-    if config.mode == "online" and not has_wandb_key():
-        raise UnsupportedError(
-            "logger.wandb.mode=online: wandb has no API key",
-            "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
-        )
-
-
 def check_loggers(config: LoggerConfig) -> None:
     """Raise if a logger cannot serve here.
 
     Raises:
-        UnsupportedError: as for :func:`check_wandb`, or TensorBoard is not installed.
+        UnsupportedError: wandb or TensorBoard is not installed, or wandb's `mode=online` finds no API key.
     """
-    check_wandb(config.wandb)
+    if _mode(config.wandb) != "disabled" and importlib.util.find_spec("wandb") is None:
+        raise UnsupportedError(
+            "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
+        )
+    if config.wandb.mode == "online" and not has_wandb_key():
+        raise UnsupportedError(
+            "logger.wandb.mode=online: wandb has no API key",
+            "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
+        )
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         remedy = "pip install 'linrnn[tensorboard]', or use logger.tensorboard=false (metrics.jsonl is written)"
         raise UnsupportedError("logger.tensorboard=true: TensorBoard is not installed", remedy)
+
+
+def _mode(config: WandbConfig) -> str:
+    """The configured mode. The variable WANDB_MODE turns `auto` into `offline` or `disabled`, as wandb knows it."""
+    asked = os.environ.get("WANDB_MODE")
+    return asked if config.mode == "auto" and asked in ("offline", "disabled") else config.mode
 
 
 class TensorboardMirror:
@@ -94,8 +83,8 @@ class TensorboardMirror:
 
     def finish(self) -> None:
         """Write what is left."""
-        if self._writer:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if self._writer:
                 self._writer.close()
 
 
@@ -180,9 +169,8 @@ class WandbMirror:
 
     Args:
         config: mode, project, entity and tags.
-        directory: the run directory; offline runs lie in `<directory>/wandb/offline-run-*`.
-        run_name, group: names in wandb. The run's id is kept in the file `wandb_id`, so that a resumed run continues
-            it.
+        directory: the run directory. Its file `wandb_id` keeps the run's id, so that a resumed run continues it.
+        run_name, group: names in wandb.
         tags: in addition to those of `config`.
         hyperparameters: the whole configuration as a flat mapping.
         history: returns every record of metrics.jsonl, each with its `step`.
@@ -199,21 +187,15 @@ class WandbMirror:
         tags: list[str],
         hyperparameters: dict[str, Any],
         history: Callable[[], list[dict[str, Any]]],
-        say: Any,
+        say: Callable[[str], None],
     ) -> None:
         self._run: Any = None
         self._lost = False  # wandb failed in the middle of the run
         self._history, self._say, self._directory = history, say, directory
-        self._options: dict[str, Any] = {
-            "project": config.project,
-            "entity": config.entity,
-            "name": run_name,
-            "group": group,
-            "tags": [*dict.fromkeys((*tags, *config.tags))],
-            "config": hyperparameters,
-            "dir": str(directory),
-        }
-        self.mode = wandb_mode(config)
+        tags = [*dict.fromkeys((*tags, *config.tags))]
+        self._options: dict[str, Any] = {"project": config.project, "entity": config.entity, "name": run_name}
+        self._options |= {"group": group, "tags": tags, "config": hyperparameters, "dir": str(directory)}
+        self.mode = _mode(config)
         if self.mode == "disabled":
             return
         say("wandb starts")
@@ -222,37 +204,33 @@ class WandbMirror:
                 self.mode = "online" if has_wandb_key() else "offline"
             if self.mode == "online":
                 self._run = self._open("online", self._stable_id())
+                say(f"wandb: {self._run.url}")
         except Exception as error:
-            self._say(f"wandb cannot be reached ({described(error)}): recording offline, `wandb sync` sends it later")
+            say(f"wandb cannot be reached ({described(error)}): recording offline, `wandb sync` sends it later")
             self.mode = "offline"
             _end_service()
-        if self._run is None:
+        if self.mode == "offline":
             with self._survive():
                 self._run = self._open("offline", self._stable_id())
-        if self._run is not None:
-            offline = f"offline in {directory}/wandb; to sync: wandb sync {directory}/wandb/offline-run-*"
-            say(f"wandb: {self._run.url if self.mode == 'online' else offline}")
+                say(f"wandb: offline in {directory}/wandb; to sync: wandb sync {directory}/wandb/offline-run-*")
 
     def _open(self, mode: Literal["online", "offline"], run_id: str) -> Any:
         import wandb
 
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            x_disable_machine_info=True,
+            save_code=False,
+            disable_git=True,  # a git remote's URL may hold a password; environment.json has the commit
+            x_service_wait=_SERVICE_SECONDS,
+            init_timeout=CONNECTION_SECONDS,
+            finish_timeout=CONNECTION_SECONDS,
+            finish_timeout_raises=True,
+        )
+        resume: Any = "allow" if mode == "online" else None
         return wandb.init(
-            **self._options,
-            id=run_id,
-            resume="allow" if mode == "online" else None,
-            mode=mode,
-            reinit="finish_previous",
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                x_disable_machine_info=True,
-                save_code=False,
-                disable_git=True,  # a git remote's URL may hold a password; environment.json has the commit
-                x_service_wait=_SERVICE_SECONDS,
-                init_timeout=CONNECTION_SECONDS,
-                finish_timeout=CONNECTION_SECONDS,
-                finish_timeout_raises=True,
-            ),
+            **self._options, id=run_id, resume=resume, mode=mode, reinit="finish_previous", settings=settings
         )
 
     def _stable_id(self) -> str:
@@ -260,7 +238,7 @@ class WandbMirror:
         path = self._directory / "wandb_id"
         known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
         if not known:
-            write_text(path, known := _fresh_id())
+            write_text(path, known := secrets.token_hex(4))
         return known
 
     @contextlib.contextmanager
@@ -273,32 +251,29 @@ class WandbMirror:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Mirror the metrics of a step."""
-        if self._run is not None:
-            with self._survive():
+        with self._survive():
+            if self._run is not None:
                 self._run.log(_measured(metrics), step=step)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Send what is left, for at most a minute. If wandb failed during the run, record the whole run again."""
-        if self._lost:
-            with self._survive():
-                self._record_anew()
-        if self._run is None:
-            return
         with self._survive():
-            self._run.summary.update(summary)
+            if self._lost:
+                self._record_anew()
+            if self._run is not None:
+                self._run.summary.update(summary)
         if self._run is not None:
             try:
                 self._run.finish(exit_code=exit_code)
             except Exception as error:
                 files = self._directory / "wandb" / ("run-*" if self.mode == "online" else "offline-run-*")
-                self._say(
-                    f"wandb has not taken everything ({described(error)}); later: wandb sync --no-skip-online {files}"
-                )
+                sync = f"wandb sync --no-skip-online {files}"
+                self._say(f"wandb has not taken everything ({described(error)}); later: {sync}")
 
     def _record_anew(self) -> None:
         _end_service()
         self.mode = "offline"
-        self._run = self._open("offline", _fresh_id())
+        self._run = self._open("offline", secrets.token_hex(4))
         for record in self._history():
             metrics = {key: value for key, value in record.items() if "/" in key}
             self._run.log(_measured(metrics), step=record["step"])
@@ -316,7 +291,3 @@ def _end_service() -> None:
 
     with contextlib.suppress(Exception):
         wandb.teardown()
-
-
-def _fresh_id() -> str:
-    return uuid.uuid4().hex[:8]

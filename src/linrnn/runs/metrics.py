@@ -1,5 +1,7 @@
 """Metrics: their names and units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -49,10 +51,7 @@ DATE = "time"  # when a record was written: ISO 8601, UTC
 
 def perplexity(nats_per_token: float) -> float:
     """exp(nats); infinity if that exceeds a double, NaN for NaN."""
-    try:
-        return math.exp(nats_per_token)
-    except OverflowError:
-        return math.inf
+    return math.inf if nats_per_token > 709 else math.exp(nats_per_token)
 
 
 def bits_per_byte(nats: float, n_bytes: float) -> float:
@@ -73,11 +72,10 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = -1
-        if path.exists():
-            self._rewrite(lambda record: True)
-        self._open()
+        self.path, self._file = path, -1
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep(lambda record: True)
 
     def write(self, record: Mapping[str, float | int | None]) -> None:
         """Append `record`: metrics by name, and `step`, the number of optimizer steps done.
@@ -91,17 +89,15 @@ class JsonlWriter:
         """
         if "step" not in record:
             raise ValueError("a record needs its step")
-        known = {"step", *METRICS}
-        if unknown := [name for name in record if name not in known and not name.startswith(LOSS_GROUP)]:
+        if unknown := [name for name in record if name not in {"step", *METRICS} and not name.startswith(LOSS_GROUP)]:
             raise ValueError(f"unknown metrics {unknown}: add them to METRICS with their unit")
-        line = _encode({**{name: finite(value) for name, value in record.items()}, DATE: utc_now()})
-        try:
+        values = {**{name: finite(value) for name, value in record.items()}, DATE: utc_now()}
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
+        with storing(self.path):
             written = os.write(self._file, line)
-        except OSError as error:
-            raise _not_written(self.path, error) from error
-        if written < len(line):
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise _not_written(self.path, "no space left")
+            if written < len(line):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(errno.ENOSPC, "no space left")
 
     def truncate_after(self, step: int, *, keep_validation: bool = True) -> None:
         """Drop every record after `step`, so that a run resumed from `step` writes none twice.
@@ -110,13 +106,12 @@ class JsonlWriter:
             keep_validation: False also drops the validation of `step`, because the run will repeat it.
         """
         self.close()
-        self._rewrite(
+        self._keep(
             lambda record: (
                 record["step"] < step
                 or (record["step"] == step and (keep_validation or "valid/loss_nats" not in record))
             )
         )
-        self._open()
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -124,22 +119,15 @@ class JsonlWriter:
             os.close(self._file)
             self._file = -1
 
-    def _open(self) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+    def _keep(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Open the file with some of its whole lines. A kill loses nothing."""
+        if self.path.exists():
+            lines = b"".join(line for line, record in _records(self.path) if keep(record))
+            with storing(self.path):
+                if len(lines) < self.path.stat().st_size:
+                    write_bytes(self.path, lines)
+        with storing(self.path):
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
-        except OSError as error:
-            raise _not_written(self.path, error) from error
-
-    def _rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
-        """Keep some of the whole lines. A kill loses nothing."""
-        lines = b"".join(line for line, record in _records(self.path) if keep(record))
-        if len(lines) == self.path.stat().st_size:
-            return
-        try:
-            write_bytes(self.path, lines)
-        except OSError as error:
-            raise _not_written(self.path, error) from error
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -168,16 +156,20 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n").encode()
-
-
 def finite(value: float | int | None) -> float | int | None:
     """`value`; None for NaN and infinities, which strict JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None
 
 
-def _not_written(path: Path, reason: object) -> StorageError:
-    text = reason.strerror if isinstance(reason, OSError) else reason
-    remedy = "free disk space or choose another results_dir, then resume"
-    return StorageError(f"{path} cannot be written ({text})", remedy)
+@contextlib.contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Name the file that is written here, if that fails.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = "free disk space or choose another results_dir, then resume"
+        raise StorageError(f"{path} cannot be written ({error.strerror})", remedy) from error

@@ -10,12 +10,11 @@ Figures of two origins do not belong into one comparison. The commit does not co
 beside the two packages: only the source that computes.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from linrnn.core.errors import DataError
+from linrnn.core.files import read_object
 
 Process = dict[str, Any]
 COMPUTING = ("torch", "triton", "flash-linear-attention")  # packages whose versions belong to an origin
@@ -40,20 +39,10 @@ def read_processes(path: Path) -> list[Process]:
     """The entries of an environment.json; none if there is no file.
 
     Raises:
-        DataError: another version wrote the file, or it is damaged.
+        DataError: the file is damaged.
     """
-    if not path.exists():
-        return []
-    try:
-        processes = json.loads(path.read_text(encoding="utf-8"))["processes"]
-        if not isinstance(processes, list):
-            raise TypeError
-        return processes
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(
-            f"{path} cannot be read as the record of a run's processes",
-            "it is damaged or of an earlier version: move the run's directory away",
-        ) from error
+    remedy = "it is damaged: move the run's directory away"
+    return list(read_object(path, ("processes",), remedy)["processes"]) if path.exists() else []
 
 
 # ----------------------------------------------------------------------------------------------------------- origins
@@ -87,21 +76,20 @@ def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys of :func:`identity` in which not all environments agree, and CHOICES if two contradict each other."""
+    """The keys of :func:`identity` in which not all environments agree.
+
+    CHOICES is one of them if a kernel ran with two configurations.
+    """
     every = list(environments)
     own = [identity(environment) for environment in every]
-    keys = dict.fromkeys(key for one in own for key in one)
-    found = [key for key in keys if any(one.get(key) != own[0].get(key) for one in own)]
-    return found + ([CHOICES] if contradicting_kernels(every) else [])
-
-
-def contradicting_kernels(environments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The kernels, with their keys, that ran with different configurations."""
     chosen: dict[str, set[str]] = {}
-    for environment in environments:
+    for environment in every:
         for kernel, config in ((environment.get(CHOICES) or {}).get("choices") or {}).items():
             chosen.setdefault(kernel, set()).add(config)
-    return sorted(kernel for kernel, configs in chosen.items() if len(configs) > 1)
+    contradicting = any(len(configs) > 1 for configs in chosen.values())
+    keys = dict.fromkeys(key for one in own for key in one)
+    found = [key for key in keys if any(one.get(key) != own[0].get(key) for one in own)]
+    return found + [CHOICES] * contradicting
 
 
 def commit_in_words(git: Mapping[str, Any] | None, digits: int | None = None) -> str:

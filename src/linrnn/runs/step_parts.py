@@ -1,5 +1,6 @@
 """What a training step's time divides into, from what scripts/breakdown.py wrote."""
 
+from collections import defaultdict
 from typing import Any
 
 from linrnn.runs.intervals import Estimate, estimate
@@ -9,12 +10,11 @@ REST = "the rest"
 
 
 def parts_of_step(breakdown: dict[str, Any]) -> dict[str, float]:
-    """Seconds of a step by part, all passes together. The parts do not overlap, and the last is what no part holds.
+    """Seconds of the median step by part, all passes together. The parts do not overlap; the last is what none holds.
 
-    A part has its share of the median step (:func:`shares_of_step`). Where a breakdown divides the mixers, their
-    projections and their scan stand in place of the mixers.
+    Where a breakdown divides the mixers, their projections and their scan stand in place of the mixers.
     """
-    step = _all_medians(breakdown)[STEP]
+    step = _medians(breakdown)[STEP]
     parts = {part: share.value * step for part, share in shares_of_step(breakdown).items() if part != REST}
     return {**parts, REST: step - sum(parts.values())}
 
@@ -30,8 +30,13 @@ def shares_of_step(breakdown: dict[str, Any]) -> dict[str, Estimate]:
 
 def seconds_of_steps(breakdown: dict[str, Any]) -> list[dict[str, float]]:
     """Seconds by part of every timed step, the divided mixers and the rest included. Without steps: the medians."""
-    timed = [_all_passes(seconds) for seconds in breakdown["steps"]] or [_all_medians(breakdown)]
-    return [{**seconds, REST: _parts(seconds)[REST]} for seconds in timed]
+    timed = []
+    for step in breakdown["steps"]:
+        seconds: dict[str, float] = defaultdict(float)
+        for name, value in step.items():  # `part/pass`
+            seconds[name.rpartition("/")[0] or name] += value
+        timed.append({**seconds})
+    return [{**seconds, REST: _parts(seconds)[REST]} for seconds in timed or [_medians(breakdown)]]
 
 
 def share_of_step(steps: list[dict[str, float]], part: str) -> Estimate:
@@ -39,18 +44,9 @@ def share_of_step(steps: list[dict[str, float]], part: str) -> Estimate:
     return estimate([seconds[part] / seconds[STEP] for seconds in steps], ratios=False)
 
 
-def _all_medians(breakdown: dict[str, Any]) -> dict[str, float]:
+def _medians(breakdown: dict[str, Any]) -> dict[str, float]:
     """Seconds by part, from the medians by part and pass."""
     return {name: sum(value or 0 for value in passes.values()) for name, passes in breakdown["time"].items()}
-
-
-def _all_passes(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds by part, from those by `part/pass`."""
-    parts: dict[str, float] = {}
-    for name, value in seconds.items():
-        part = name.rpartition("/")[0] or name
-        parts[part] = parts.get(part, 0.0) + value
-    return parts
 
 
 def _parts(times: dict[str, float]) -> dict[str, float]:

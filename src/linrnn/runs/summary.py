@@ -17,9 +17,10 @@ from linrnn.core.output import PROGRAM, as_started, python
 from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
+WIDTH = 13  # of the names of printed figures
 HINTS = "next:"  # the last line of a run's output that stands at the left edge: commands follow
 _NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
 _NEXT_LOSS_BY_VOCABULARY = {"cce_kahan": "cce_filter"}  # parallel=vocab refuses all other losses
@@ -140,30 +141,26 @@ def memory_lines(components: dict[str, int]) -> list[str]:
 def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon: int) -> list[str]:
     """What a command prints if its run is finished already: nothing was done, and how to go on."""
     longer, another = ending_at(2 * steps, config), directory.another_name
-    lines = [
+    on = f"  -> {HORIZON}={2 * steps} {longer} {another} trains under a longer schedule, from step 0"
+    if config.schedule.name == CONSTANT:
+        on = f"  -> {longer}, say, continues it: a constant schedule has no end"
+    return [
         f"{directory.path} is finished: {steps} steps; nothing was run or written",
+        *([f"  -> {ending_at(horizon, config)} continues it, to the end of its schedule"] * (steps < horizon)),
         "  -> trainer.resume=never moves it aside and runs it again",
         f"  -> {directory.taking_over(config.init_from)} trains on from its state, under a schedule of its own",
-        f"  -> {HORIZON}={2 * steps} {longer} {another} trains under a longer schedule, from step 0",
+        on,
     ]
-    if config.schedule.name == CONSTANT:
-        lines[-1] = f"  -> {longer}, say, continues it: a constant schedule has no end"
-    elif steps < horizon:
-        lines.insert(1, f"  -> {ending_at(horizon, config)} continues it, to the end of its schedule")
-    return lines
 
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
     """The printed summary: figures, files, and the next commands."""
-    rows = _figures(summary)
-    width = max(map(len, rows))
     checkpoints = config.trainer.checkpoint_every != 0
     picture = f", {PICTURE}" if (directory / PICTURE).exists() else ""
-    name = f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}"
     return [
         "",
-        ": ".join([name, *filter(None, [", ".join(_that_matter(summary))])]),
-        *(f"  {name:<{width}}  {value}" for name, value in rows.items() if value != "-"),
+        f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}:",
+        *(f"  {key:<{WIDTH}}  {value}" for key, value in _figures(summary).items()),
         "",
         f"wrote {directory}/",
         f"  {SUMMARY}{picture}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
@@ -171,55 +168,36 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
     ]
 
 
-def _that_matter(summary: dict[str, Any]) -> list[str]:
-    """The three figures that matter: the loss, the speed and the memory."""
-    valid, loss = summary["valid_loss_nats"], summary["train_loss_nats"]
-    speed, peak = summary["tokens_per_second"], summary["peak_memory_bytes"]
-    return [
-        *([f"loss {loss:.4f}"] if valid is None and loss is not None else []),
-        *([f"valid loss {valid:.4f}"] if valid is not None else []),
-        *([f"{speed:,.0f} tokens/s"] if speed else []),
-        *([f"peak {size_in_words(peak)}"] if peak else []),
-    ]
-
-
 def _figures(summary: dict[str, Any]) -> dict[str, str]:
-    """Figures by name, in words; "-" for one that there is not."""
-
-    def show(value: float | None, form: str, unit: str = "") -> str:
-        return "-" if value is None else f"{value:{form}}{unit}"
-
-    of_loss = summary["loss_layer_ms"] or {}
-    averaged = min(MEAN_OF_LAST, summary["steps"])
-    peak = summary["peak_memory_bytes"]
-    return {
-        "status": f"{summary['status']} after {summary['steps']} steps, {summary['tokens']:,} tokens, "
-        f"{summary['epochs']:.2f} epochs",
-        "parameters": f"{summary['n_parameters']:,}",
-        "train loss": show(summary["train_loss_nats"], ".4f", f" nats (mean of the last {averaged} steps)"),
-        "valid loss": show(summary["valid_loss_nats"], ".4f", " nats"),
-        "entropy floor": show(summary["entropy_floor_nats"], ".4f", " nats"),
-        "perplexity": show(summary["valid_perplexity"], ".3f"),
-        "bits per byte": show(summary["valid_bits_per_byte"], ".4f"),
-        "speed": NOT_MEASURED
-        if summary["gpu_shared"]
-        else show(summary["tokens_per_second"], ",.0f", " tokens/s by wall clock")
-        + (f", {summary['wall_step_ms']:.1f} ms from step to step (mean)" if summary["wall_step_ms"] else ""),
-        "step time": show(
-            summary["step_time_ms_median"], ".1f", f" ms{'' if on_cpu(summary) else ' on the device'} (median)"
-        )
-        + "".join(f", loss {name} {milliseconds:.1f} ms" for name, milliseconds in of_loss.items()),
-        "host": f"CPU-bound: {summary['host_step_ms']:.1f} ms of each step pass between the device's steps"
-        if host_decides(summary)
-        else "-",
-        "between steps": f"{summary['host_step_ms']:.1f} ms from step to step, for data, metrics and the console"
-        if waits_between_steps(summary) and on_cpu(summary)
-        else "-",
-        "uneven steps": uneven_steps(summary) or "-",
-        "MFU": show(summary["mfu"], ".1%"),
-        "MFU by 6N": show(summary["mfu_6n"], ".1%"),
-        "peak memory": f"{size_in_words(peak)} ({summary['peak_memory_is']})" if peak else "-",
+    """Figures by name, in words, without those that were not measured."""
+    s = summary
+    averaged, on_device = min(MEAN_OF_LAST, s["steps"]), "" if on_cpu(s) else " on the device"
+    of_loss = "".join(f", loss {name} {ms:.1f} ms" for name, ms in (s["loss_layer_ms"] or {}).items())
+    from_step = f", {s['wall_step_ms']:.1f} ms from step to step (mean)" if s["wall_step_ms"] else ""
+    forms = {
+        "train loss": ("train_loss_nats", "{:.4f} nats (mean of the last " + f"{averaged} steps)"),
+        "valid loss": ("valid_loss_nats", "{:.4f} nats"),
+        "entropy floor": ("entropy_floor_nats", "{:.4f} nats"),
+        "perplexity": ("valid_perplexity", "{:.3f}"),
+        "bits per byte": ("valid_bits_per_byte", "{:.4f}"),
+        "speed": ("tokens_per_second", "{:,.0f} tokens/s by wall clock" + from_step),
+        "step time": ("step_time_ms_median", "{:.1f} ms" + f"{on_device} (median){of_loss}"),
+        "MFU": ("mfu", "{:.1%}"),
+        "MFU by 6N": ("mfu_6n", "{:.1%}"),
     }
+    figures = {
+        "status": f"{s['status']} after {s['steps']} steps, {s['tokens']:,} tokens, {s['epochs']:.2f} epochs",
+        "parameters": f"{s['n_parameters']:,}",
+        **{name: form.format(s[key]) for name, (key, form) in forms.items() if s[key] is not None},
+        **({"speed": NOT_MEASURED} if s["gpu_shared"] else {}),
+        "host": f"CPU-bound: {s['host_step_ms']:.1f} ms of each step pass between the device's steps"
+        if host_decides(s)
+        else "",
+        "peak memory": f"{size_in_words(s['peak_memory_bytes'])} ({s['peak_memory_is']})"
+        if s["peak_memory_bytes"]
+        else "",
+    }
+    return {name: value for name, value in figures.items() if value}
 
 
 def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
