@@ -4,13 +4,12 @@ Each loss runs some steps under torch's profiler, and as many without it. A kern
 third of cuBLAS's three matmuls of the same shape, timed in the same process. Kernels that run side by side both count,
 so their sum may exceed the step. The step begins on an idle GPU. The CPU's time is what a call takes until it returns,
 without waiting for the GPU. The loss `nothing` is an autograd function that computes nothing: the lower bound of the
-CPU's time. Rows replace earlier ones.
+CPU's time.
 """
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,18 +25,15 @@ from benchmarks.problems import KINDS, make_problem, parse_shape
 from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option
-from linrnn.core.errors import DataError
-from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.losses import build_loss
-from linrnn.runs.environment import command_line, describe_environment
+from linrnn.runs.environment import command_line
 from linrnn.training.runtime import resolve_device, synchronize
 
 STEPS = 10  # of each loss, profiled and timed
 WARMUP = 3
 LONGEST_NAME = 72  # characters of a kernel's name
 STEP, HOST = "(step)", ("(host, forward)", "(host, backward)")
-FILE = "profile.jsonl"
 
 
 @dataclass
@@ -61,7 +57,7 @@ add_command("kernels", BenchConfig)
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class Row:
     """One kernel of one loss. `launches` and `ms` are those of one step.
 
     The kernel `(step)` is the whole step from an idle GPU, and the HOST ones are what the host takes to launch each
@@ -71,41 +67,39 @@ class KernelRow:
     shape: str
     logits: str
     loss: str
+    run: str  # id in runs.jsonl
     kernel: str
     launches: float
     ms: float
     products: float
+    status: str = "ok"
+
+    @property
+    def problem(self) -> tuple[str, str, str]:
+        return self.shape, self.logits, self.loss
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[KernelRow]]:
-    """The run in the first line of a profile.jsonl, and its rows."""
-    try:
-        run, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return run, [KernelRow(**row) for row in rows]
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be read as a profile ({error})", "measure it: measure=true") from error
-
-
-def profiled(shapes: Sequence[str], losses: Sequence[str], logits: str, device: torch.device) -> Iterator[KernelRow]:
+def measure(config: BenchConfig, device: torch.device, run: str) -> Iterator[list[Row]]:
     """The rows of every shape and loss: the step, the host's two times, then the kernels, the longest first."""
-    settings = [(name, common.parse_loss(name)) for name in losses]
-    for shape in map(parse_shape, shapes):
+    settings = [(name, common.parse_loss(name)) for name in config.losses]
+    for shape in map(parse_shape, config.shapes):
         torch._dynamo.reset()  # compiled graphs for this shape alone
-        problem = make_problem(shape, logits, torch.bfloat16, device, seed=0)
+        problem = make_problem(shape, config.logits, torch.bfloat16, device, seed=0)
         three = problems.three_products(problem)
         for _ in range(WARMUP):
             three()
         product_ms = median(problems.time_ms(three, device) for _ in range(STEPS)) / 3
-        for name, config in settings:
-            loss = build_loss(config, device=device, dtype=torch.bfloat16)
+        for name, loss_config in settings:
+            loss = build_loss(loss_config, device=device, dtype=torch.bfloat16)
             for _ in range(WARMUP):
                 problems.step(loss, problem)
             step_ms = median(problems.time_step_ms(loss, problem)[0] for _ in range(STEPS))
             passes = zip(*(problems.host_ms(loss, problem) for _ in range(STEPS)), strict=True)
-            for kernel, ms in zip((STEP, *HOST), (step_ms, *map(median, passes)), strict=True):
-                yield KernelRow(shape.name, logits, name, kernel, 1, ms, ms / product_ms)
-            for kernel, launches, ms in _kernels(loss, problem, device):
-                yield KernelRow(shape.name, logits, name, kernel, launches, ms, ms / product_ms)
+            whole = zip((STEP, *HOST), (1, 1, 1), (step_ms, *map(median, passes)), strict=True)
+            yield [
+                Row(shape.name, config.logits, name, run, kernel, launches, ms, ms / product_ms)
+                for kernel, launches, ms in [*whole, *_kernels(loss, problem, device)]
+            ]
             problem.clear_gradients()
 
 
@@ -125,14 +119,6 @@ def _kernels(loss: Any, problem: Any, device: torch.device) -> list[tuple[str, f
     return sorted(((name, count, us / STEPS / 1e3) for name, count, us in found if us), key=lambda row: -row[2])
 
 
-def write(directory: Path, rows: Sequence[KernelRow], run: dict[str, Any]) -> list[Path]:
-    """Write profile.jsonl (the run in the first line, then a row a line) and profile.md."""
-    lines = [json.dumps(run), *(json.dumps(asdict(row)) for row in rows)]
-    write_text(directory / FILE, "\n".join(lines) + "\n")
-    write_text(directory / "profile.md", "\n".join([*page(rows, directory.name), *common.runs_section([run])]))
-    return [directory / FILE, directory / "profile.md"]
-
-
 COLUMNS: common.Columns = {
     "kernel": lambda row: f"`{row.kernel[:LONGEST_NAME]}`",
     "launches": "launches:g",
@@ -141,31 +127,27 @@ COLUMNS: common.Columns = {
 }
 
 
-def page(rows: Sequence[KernelRow], device: str) -> list[str]:
-    """A table for each shape and loss, without kernels below a thousandth of a product."""
-    lines = [f"# Where the output layer's time goes, {device}", ""]
-    for own in common.grouped(rows, key=lambda row: (row.shape, row.logits, row.loss)):
-        busy, shown = sum(row.products for row in own[3:]), [row for row in own if row.products >= 0.001]
-        heading = f"## {own[0].shape}, {own[0].logits}, {own[0].loss}: the kernels take {busy:.2f} products"
-        lines += [heading, "", *common.table(COLUMNS, shown), ""]
-    return lines
+def write_report(directory: Path) -> list[Path]:
+    """Write kernels.md: a table for each shape and loss, without kernels below a thousandth of a product."""
+    rows = common.last_rows(directory, Row, lambda row: (row.problem, row.kernel))
+    last = {row.problem: row.run for row in rows}  # an earlier version's kernels have other names
+    sections = {}
+    for own in common.grouped([row for row in rows if row.run == last[row.problem]], lambda row: row.problem):
+        busy = sum(row.products for row in own[3:])
+        heading = f"{', '.join(own[0].problem)}: the kernels take {busy:.2f} products"
+        sections[heading] = [row for row in own if row.products >= 0.001]
+    return common.write_report(directory, "kernels", "Where the output layer's time goes", sections, COLUMNS)
 
 
 def main(config: BenchConfig) -> None:
-    directory, rows = common.results_directory(config, "bench_loss"), list[KernelRow]()
-    run: dict[str, Any] = {"command": command_line(), "environment": describe_environment()}
-    try:
-        if not config.measure:
-            run, rows = read(directory / FILE)
-            return
-        for row in profiled(config.shapes, config.losses, config.logits, resolve_device(config.device)):
-            rows.append(row)
-            if row.kernel in (STEP, *HOST):
+    directory = common.results_directory(config, "bench_kernels")
+    if config.measure:
+        run = common.begin_run(directory, command_line(), config)["id"]
+        for rows in measure(config, resolve_device(config.device), run):
+            common.append_rows(directory, rows)
+            for row in rows[:3]:
                 say(f"{row.shape}, {row.loss} {row.kernel}: {row.ms:.2f} ms, {row.products:.2f} products")
-    finally:  # a crash of the device loses no row
-        if rows:
-            directory.mkdir(parents=True, exist_ok=True)
-            say("wrote " + ", ".join(str(path) for path in write(directory, rows, run)))
+    say("wrote " + ", ".join(str(path) for path in write_report(directory)))
 
 
 if __name__ == "__main__":
