@@ -503,7 +503,7 @@ def main(config: BenchConfig) -> None:
     directory = common.results_directory(config, "bench_steps")
     say("wrote " + ", ".join(str(path) for path in write_report(directory)))
     if config.compare_with is not None:
-        from study.line_ratios import line_ratios
+        from study.step_speed import line_ratios
 
         say(f"divided by {config.compare_with}, unpaired rounds, Welch's 90 % intervals:")
         for line in line_ratios(read_rows(directory), config.compare_with).markdown():

@@ -18,9 +18,8 @@ from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
-from study.filter_speed import filter_speeds
 from study.searches import batch_verdicts, searches_on_the_h100
-from study.step_speed import StepSpeed, step_speeds
+from study.step_speed import StepSpeed, filter_speeds, step_speeds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())

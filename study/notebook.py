@@ -95,31 +95,16 @@ def execute(notebook: Any, results: Path, kernel: Any = None) -> None:
 
     forget = f"%reset -f\nimport os\nos.environ[{RESULTS!r}] = {str(results)!r}\ndel os"
     notebook.cells.insert(0, new_code_cell(forget))
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, km=kernel, kernel_name="python3", record_timing=False, resources={}
-    )
-    client.execute()
+    options = {"kernel_name": "python3", "record_timing": False, "coalesce_streams": True, "resources": {}}
+    nbclient.NotebookClient(notebook, timeout=300, km=kernel, **options).execute()
     del notebook.cells[0]
     for number, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1):
         cell.execution_count = number
-        cell.outputs = _joined(cell.outputs)
         for output in cell.outputs:
             if "execution_count" in output:
                 output["execution_count"] = number
             if "image/png" in output.get("data", {}):
                 output["data"]["image/png"] = _light(output["data"]["image/png"])
-
-
-def _joined(outputs: Sequence[Any]) -> list[Any]:
-    """The outputs with neighbouring pieces of a stream joined: the kernel cuts printed text by time, even in a line."""
-    joined: list[Any] = []
-    for output in outputs:
-        before = joined[-1] if joined else {}
-        if output["output_type"] == "stream" and before.get("name") == output["name"]:
-            before["text"] += output["text"]
-        else:
-            joined.append(output)
-    return joined
 
 
 def _light(png: str) -> str:

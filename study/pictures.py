@@ -5,12 +5,12 @@ Each is written as a PNG and as an SVG. A title says what was found, with figure
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common import read_runs
+from benchmarks.common import read_runs, save_picture
 from benchmarks.loss_pictures import hero
 from benchmarks.loss_rows import Row, read_rows, rows_for
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER
@@ -18,21 +18,32 @@ from benchmarks.steps_rows import Row as StepRow
 from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
+from linrnn.models.facts import model_in_words
 from linrnn.report.curves import difference
-from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, save, subplots
+from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, subplots
 from linrnn.report.plots import band, named
 from linrnn.report.runs import read_committed
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
 from study.gradient_noise import draw as draw_noise
-from study.largest_batches import largest_batches
 from study.measures import GIB, claim, told
 from study.searches import searches_on_the_h100
-from study.step_parts import draw_parts
 from study.step_speed import CHECKPOINTING
 
 MARGIN = FINAL_LOSS.bound  # nats
+KINDS = {"none": "no activation checkpointing", "full": "full activation checkpointing"}
+ORDER = ("standard", "liger", "cce_kahan")
+# The drawn parts of a step: their words, the parts of a breakdown that they hold, and their colours.
+PARTS = {
+    "linear layers of the mixer": (("mixer/projections",), "#7C8DA0"),
+    "token mixing": (("mixer/scan",), "#E0A526"),
+    "MLP": (("mlp",), "#AAB7C4"),
+    "output layer and loss": (("loss",), "#C03A2B"),
+    "optimizer": (("optimizer",), "#DCCFA8"),
+    "norms, embedding, rest": (("norms", "embedding", "the rest"), "#E4E4E4"),
+}
+NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 
 def draw(results: Path, output: Path) -> list[Path]:
@@ -51,17 +62,7 @@ def draw(results: Path, output: Path) -> list[Path]:
         "filters": filters,
         "gradient_noise": gradient_noise,
     }
-    return [_written(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
-
-
-def _written(figure: Any, path: Path) -> Path:
-    """The SVG keeps its text as text, and holds neither dates nor random names: the same rows give the same file."""
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    return save(figure, path)
+    return [save_picture(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
 
 
 def colour_of(loss: str) -> str:
@@ -151,6 +152,28 @@ def step(results: Path) -> Any:
     )
     legend_below(figure, bars, "One H100, 8 x 2,048 tokens, vocabulary 128,256.")
     return figure
+
+
+def draw_parts(axes: Any, steps: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The time of a step by part, a bar a model; returns what a legend shows. A segment's label is its share.
+
+    Args:
+        steps: a model in words -> seconds by part (:func:`linrnn.runs.step_parts.parts_of_step`).
+    """
+    bars: dict[str, Any] = {}
+    for place, parts in enumerate(steps.values()):
+        left, step = 0.0, sum(parts.values())
+        for words, (held, colour) in PARTS.items():
+            seconds = sum(parts[part] for part in held)
+            bars[words] = axes.barh(place, 1e3 * seconds, left=1e3 * left, color=colour, height=0.7)
+            if seconds > NARROW * step:
+                style = {"ha": "center", "va": "center", "color": "white" if "loss" in held else "black"}
+                axes.text(1e3 * (left + seconds / 2), place, f"{100 * seconds / step:.0f} %", fontsize=8.5, **style)
+            left += seconds
+        axes.text(1e3 * left, place, f"  {1e3 * step:.0f} ms", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(steps)), list(steps))
+    axes.invert_yaxis()
+    return bars
 
 
 def _peaks(axes: Any, rows: Sequence[StepRow], without: float) -> None:
@@ -250,12 +273,43 @@ def _ranges(axes: Any, places: Sequence[int], values: Sequence[Sequence[float]],
 
 
 def largest_batch(results: Path) -> Any:
-    """The largest batches on an H100, from searches with an exact result."""
-    answers = [search.answer() for search in searches_on_the_h100(results).values() if search.exact and search.batch]
+    """The largest batch by model and loss, as a multiple of `compiled`'s, from searches with an exact result."""
+    searches = searches_on_the_h100(results)
+    own = {(kind, model, loss): one.batch for (model, kind, loss), one in searches.items() if one.exact and one.batch}
+    kinds = [kind for kind in KINDS if any(kind == one for one, _, _ in own)]
+    models = list(dict.fromkeys(model for _, model, _ in own))
+    figure, grid = subplots(1, len(kinds), figsize=(8, 1.7 + 0.46 * len(models)), sharey=True, squeeze=False)
+    dots: dict[str, Any] = {}
+    for axes, kind in zip(grid[0], kinds, strict=True):
+        for (one, model, name), most in own.items():
+            base = own.get((kind, model, "compiled"))
+            if one == kind and base and name != "compiled":
+                alone = name != "liger" or most != own.get((kind, model, "cce_kahan"))
+                dots[name] = _dot(axes, models.index(model), name, most / base, f"{most}" if alone else "")
+        axes.axvline(1, color=GREY, linewidth=1.2, zorder=1)
+        axes.set_title(KINDS[kind])
+        axes.set_xlabel("sequences / torch.compile's")
+        axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+        axes.grid(visible=False, axis="y")
+    grid[0][0].set_yticks(range(len(models)), [model_in_words(model) for model in models])
+    grid[0][0].set_ylim(len(models) - 0.5, -0.7)
     low, high = claim("batch_full")["text"].split(" to ")
-    return largest_batches(
-        answers, f"With full checkpointing {low} to {high} times torch.compile's batch fits; Liger's is the same"
-    )
+    figure.suptitle(f"With full checkpointing {low} to {high} times torch.compile's batch fits; Liger's is the same")
+    length = next(iter(searches.values())).answer()["seq_len"]
+    shown = {told(name): dots[name] for name in sorted(dots, key=ORDER.index)}
+    legend_below(figure, shown, f"Sequences of {length:,} tokens, one search each.")
+    return figure
+
+
+def _dot(axes: Any, place: int, name: str, ratio: float, words: str) -> Any:
+    """A dot at a ratio, with words above it. Liger's is a ring, because ours often fits as many."""
+    colour, marker, _ = LOSSES[name]
+    style: dict[str, Any] = {"markersize": 7, "color": colour, "marker": marker, "linestyle": "none"}
+    if name == "liger":
+        style |= {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.8}
+    [dot] = axes.plot(ratio, place, **style)
+    axes.annotate(words, (ratio, place), (0, 9), textcoords="offset points", ha="center", fontsize=9, color=colour)
+    return dot
 
 
 def final_loss(results: Path) -> Any:

@@ -1,18 +1,24 @@
-"""Results on the speed of whole steps, from the benchmark that runs every loss in one process.
+"""Verdicts on speed from the rows of benchmarks: whole steps, lines of steps beside each other, filtered gradients.
 
 A pair is an interleaved repetition: both losses have a turn in it. The interval holds the noise of these repetitions.
 It does not hold what differs between processes, such as the kernels that were tuned, the clocks and the CPU.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from pathlib import Path
+from statistics import fmean, median
 
+from benchmarks import loss_rows
 from benchmarks.steps_rows import AGAIN, Row, ratio_of, titles_of
+from linrnn.core.errors import ConfigError
+from linrnn.core.tables import Table
 from linrnn.models.facts import model_in_words
-from linrnn.report.targets import BASELINES, Verdict, judge
-from study.criteria import SPEED, SPEED_AT_LARGEST
+from linrnn.report.targets import BASELINES, INCONCLUSIVE, NOT_REACHED, REACHED, Verdict, judge
+from linrnn.runs.intervals import AT_LEAST, CONFIDENCE, LEAST_PAIRS, Estimate, answer
+from study.criteria import BACKWARD, SPEED, SPEED_AT_LARGEST
 
 HOST_DECIDES = 0.97  # a step is CPU-bound if the CPU issues kernels for so large a part of it
 CPU_BOUND = "CPU-bound"
@@ -131,3 +137,123 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
         others = [word for word in options if not word.startswith(CHECKPOINTING)]
         names[row.line] = ", ".join([model_in_words(row.model, row.size), *told, *several, *others])
     return names
+
+
+# ------------------------------------------------------------------------------------------- a line beside another
+def line_ratios(rows: Sequence[Row], name: str) -> Table:
+    """For every other line, and each loss that both lines ran: its values divided by those of the line `name`.
+
+    Repetitions of two lines are not paired: each line has a model of its own. The intervals are Welch's.
+
+    A gain is the baseline's time divided by the loss's time, in one round. Its verdict asks for a gain that is at least
+    that of the line `name`. A gain over compiled is inconclusive where a line's A/A test excludes 1: compiled, built
+    twice, then differs from itself by more than its repetitions show.
+
+    Args:
+        name: of a line, as :func:`names_of` writes it.
+
+    Raises:
+        ConfigError: no line has this name.
+    """
+    names = names_of(rows)
+    if name not in names.values():
+        known = "; ".join(dict.fromkeys(names.values()))
+        raise ConfigError(
+            f"compare_with={name!r}: no line has this name",
+            f"use one of: {known}; what was measured is kept: add measure=false",
+        )
+    times = {(names[row.line], row.loss): row.wall_ms for row in rows if row.status == "ok"}
+    speeds = step_speeds(rows)
+    gains = {(one.verdict.setting, one.row.loss, one.verdict.against): one.ratios for one in speeds}
+    drifting = {one.verdict.setting for one in speeds if one.row.loss == AGAIN and not _holds_one(one.verdict)}
+    baselines = [base for base in BASELINES if any(against == base for *_, against in gains)]
+    cells = [
+        (
+            *(line, f"`{loss}`", _ratio(own, times[name, loss])),
+            *(
+                _verdict(
+                    gains.get((line, loss, base)),
+                    gains.get((name, loss, base)),
+                    decides=base != BASELINES[0] or not drifting & {line, name},
+                )
+                for base in baselines
+            ),
+        )
+        for (line, loss), own in times.items()
+        if line != name and (name, loss) in times
+    ]
+    columns = ("line", "loss", "step's time (90 %)", *(f"gain over `{base}` (90 %)" for base in baselines))
+    return Table(columns, cells, words=("line", "loss"))
+
+
+def ratio_of_means(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """Ratio of the geometric means of two sets of ratios that are not paired, with Welch's 90 % interval.
+
+    Two intervals that overlap do not show that two means are equal. This interval says whether they differ.
+
+    Args:
+        values, others: at least two positive numbers each.
+    """
+    from scipy import stats
+
+    logs, other_logs = ([math.log(value) for value in some] for some in (values, others))
+    found = stats.ttest_ind(logs, other_logs, equal_var=False).confidence_interval(CONFIDENCE)
+    ratio = math.exp(fmean(logs) - fmean(other_logs))
+    return Estimate(min(len(logs), len(other_logs)), ratio, math.exp(found.low), math.exp(found.high))
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    one = ratio_of_means(values, others)
+    return f"{one.value:.3f} ({one.low:.3f} to {one.high:.3f})"
+
+
+def _holds_one(verdict: Verdict) -> bool:
+    return verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high
+
+
+def _verdict(gains: Sequence[float] | None, others: Sequence[float] | None, decides: bool) -> str:
+    if gains is None or others is None:
+        return "-"
+    one = ratio_of_means(gains, others)
+    assert one.low is not None
+    assert one.high is not None
+    met = answer(one.low, one.high, AT_LEAST, 1.0) if decides and one.n >= LEAST_PAIRS else None
+    word = {True: REACHED, False: NOT_REACHED, None: INCONCLUSIVE}[met]
+    return f"**{word}**: {_ratio(gains, others)}"
+
+
+# ------------------------------------------------------------------------------------- the backward pass of a filter
+FILTER = "cce_filter"
+FILTERED = 1.5  # a filtered dE errs more than this multiple of fp32 logits' error; an exact one does not
+
+
+@dataclass(frozen=True)
+class FilterSpeed:
+    """A verdict on one shape and kind of logits, and the filter's row."""
+
+    verdict: Verdict
+    row: loss_rows.Row
+
+    @property
+    def shape(self) -> str:
+        return f"{self.row.n:,} x {self.row.d:,} x {self.row.v:,}"
+
+
+def filter_speeds(directory: Path, *, filtered: bool = True) -> Iterator[FilterSpeed]:
+    """A verdict for every row of the grid that the filter filters, by N, D and V.
+
+    Args:
+        directory: of one GPU's rows.
+        filtered: False for the other rows, in which the planner made the loss exact.
+    """
+    rows = [row for path in directory.glob("*.json") for row in loss_rows.read_rows(path) if row.set == "grid"]
+    bases = {row.problem: row for row in rows if row.backend == BASELINES[0]}
+    for row in sorted(rows, key=lambda row: (row.n, row.d, row.v, row.logits)):
+        if row.backend == FILTER and ((row.de_err_ratio or 0) > FILTERED) == filtered:
+            values = [base / own for base, own in zip(_added(bases[row.problem]), _added(row), strict=True)]
+            yield FilterSpeed(judge(BACKWARD, "-", FILTER, BASELINES[0], values, setting=row.logits), row)
+
+
+def _added(row: loss_rows.Row) -> list[float]:
+    """What gradients add to the time of a forward pass, ms by round."""
+    return [both - forward for both, forward in zip(row.rounds_ms, row.forward_rounds_ms, strict=True)]

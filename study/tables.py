@@ -17,11 +17,9 @@ from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
 from study.changes import changes_of_loss
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
-from study.filter_speed import filter_speeds
-from study.line_ratios import line_ratios
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
 from study.searches import Search, batch_verdicts
-from study.step_speed import CPU_BOUND, HOST_DECIDES, host_share, names_of, step_speeds
+from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, line_ratios, names_of, step_speeds
 
 Rows = Iterable[Sequence[object]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
@@ -254,7 +252,7 @@ def gains_by_model() -> Rows:
 
 
 def line_cells(rows: Sequence[Row], name: str) -> list[dict[str, str]]:
-    """The rows of :func:`study.line_ratios.line_ratios` by column."""
+    """The rows of :func:`study.step_speed.line_ratios` by column."""
     found = line_ratios(rows, name)
     return [dict(zip(found.columns, map(str, row), strict=True)) for row in found.rows]
 

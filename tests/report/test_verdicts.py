@@ -18,7 +18,7 @@ from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
 from study.criteria import CRITERIA
 from study.criteria import verdicts as judged
-from study.line_ratios import ratio_of_means
+from study.step_speed import ratio_of_means
 
 MEMORY, SPEED, BATCH, SPEED_AT_LARGEST = (CRITERIA[k] for k in ("MEMORY", "SPEED", "BATCH", "SPEED_AT_LARGEST"))
 PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS = (CRITERIA[k] for k in ("PERPLEXITY", "VALID_LOSS", "CURVES", "FINAL_LOSS"))

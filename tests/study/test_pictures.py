@@ -8,7 +8,6 @@ import pytest
 from linrnn.runs.intervals import Estimate
 from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from study import pictures
-from study.step_parts import step_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,8 +55,3 @@ def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once():
     whole = {"time": {name: row for name, row in breakdown["time"].items() if "/" not in name}, "steps": []}
     assert parts_of_step(whole)["mixer"] == 8.0
     assert shares_of_step(whole)["mixer"] == Estimate(1, 0.4, None, None)
-    [axes] = step_parts({"a model": parts, "another": parts}, "a title").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a model", "another"]
-    widths = sum(bar.get_width() for bar in axes.patches)
-    assert widths == pytest.approx(2 * 20_000), "ms of both steps"
-    assert "25 %" in [text.get_text() for text in axes.texts], "of the scan"

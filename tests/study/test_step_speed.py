@@ -7,8 +7,7 @@ import pytest
 from benchmarks.steps_rows import AGAIN, Row
 from linrnn.core.errors import ConfigError
 from study.criteria import SPEED, SPEED_AT_LARGEST
-from study.line_ratios import line_ratios
-from study.step_speed import CPU_BOUND, StepSpeed, names_of, step_speeds
+from study.step_speed import CPU_BOUND, StepSpeed, line_ratios, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
