@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import cce_kernels
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -143,9 +142,7 @@ def memory(problem: Problem, action: Any, device: torch.device) -> float | None:
 def row(
     shape: str, options: str, label: str, run: str, ms: list[float], base: list[float], equal: bool, mib: float | None
 ) -> Row:
-    ratios = np.array(ms) / np.array(base)
-    ends = common.interval_of_median(ratios, SEED)
-    return Row(shape, options, label, run, median(ms), float(np.median(ratios)), *ends, equal, mib, ms)
+    return Row(shape, options, label, run, median(ms), *common.ratio_to(ms, base, SEED), equal, mib, ms)
 
 
 def run_benchmark(config: BenchConfig, command: str) -> None:
@@ -188,9 +185,7 @@ def write_report(directory: Path) -> Sequence[Path]:
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line())
-    say(
-        "wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_before_after")))
-    )
+    common.say_written(write_report(common.results_directory(config, "bench_before_after")))
 
 
 if __name__ == "__main__":

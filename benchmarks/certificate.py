@@ -330,7 +330,7 @@ def write_report(directory: Path) -> list[Path]:
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
-    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "certificate"))))
+    common.say_written(write_report(common.results_directory(config, "certificate")))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
 from linrnn.core.files import whole_lines, write_text
 from linrnn.core.machine import slug
+from linrnn.core.output import say
 from linrnn.core.tables import Table, show
 from linrnn.losses import loss_names
 from linrnn.report.plot_style import COLOURS, GREY, LOSSES, in_words, legend_below, looks, loss_of, save, subplots
@@ -88,6 +89,10 @@ def attempt(row: Any, device: torch.device, action: Callable[[], None]) -> bool:
         row.status, row.reason = status_and_reason(error)
     free(device)  # the error held the tensors of its frames
     return False
+
+
+def say_written(paths: Sequence[Path]) -> None:
+    say("wrote " + ", ".join(map(str, paths)))
 
 
 def free(device: torch.device) -> None:
@@ -284,6 +289,12 @@ def save_picture(figure: Any, path: Path) -> Path:
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     return save(figure, path)
+
+
+def ratio_to(ms: Sequence[float], base_ms: Sequence[float], seed: int) -> tuple[float, float, float]:
+    """The median of the rounds' ratios of two times, and the ends of its interval."""
+    ratios = np.array(ms) / np.array(base_ms)
+    return float(np.median(ratios)), *interval_of_median(ratios, seed)
 
 
 def interval_of_median(values: np.ndarray, seed: int) -> tuple[float, float]:

@@ -201,7 +201,7 @@ def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
     directory = common.results_directory(config, "bench_first_step")
-    say("wrote " + ", ".join(str(path) for path in write_report(directory)))
+    common.say_written(write_report(directory))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def main(config: BenchConfig) -> None:
             common.append_rows(directory, rows)
             for row in rows[:3]:
                 say(f"{row.shape}, {row.loss} {row.kernel}: {row.ms:.2f} ms, {row.products:.2f} products")
-    say("wrote " + ", ".join(str(path) for path in write_report(directory)))
+    common.say_written(write_report(directory))
 
 
 if __name__ == "__main__":

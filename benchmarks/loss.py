@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
-from benchmarks.loss_pictures import error_plot, kind_in_words, of_libraries, on_named_shapes, shape_in_words
+from benchmarks.loss_pictures import kind_in_words, of_libraries, on_named_shapes, shape_in_words
 from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
 from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
 from linrnn.config import cli
@@ -547,19 +547,15 @@ def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
     for own in common.grouped(rows, key=lambda row: row.problem):
         origin = f" ({own[0].trained})" if own[0].trained else ""
         sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
-    device = common.devices_of(directory)
-    drawn = {
-        name: (of_libraries if name == "every_rival" else on_named_shapes)(rows, device),
-        f"{name}_error": error_plot(rows, device),
-    }
-    pictures = {stem: figure for stem, figure in drawn.items() if figure is not None}
+    figure = (of_libraries if name == "every_rival" else on_named_shapes)(rows, common.devices_of(directory))
+    pictures = {} if figure is None else {name: figure}
     return common.write_report(directory, name, f"The output layer alone, {name}", sections, COLUMNS, pictures)
 
 
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
-    say("wrote " + ", ".join(str(path) for path in report_set(config)))
+    common.say_written(report_set(config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of the output layer alone: time against memory or errors, and the first picture of the kernels' page."""
+"""Pictures of the output layer alone: time against memory, and beside other libraries."""
 
 import math
 import re
@@ -24,13 +24,6 @@ NAMED = {  # one shape of the sets `grid` and `rivals_grid` for each vocabulary:
     "3001x2880x201088": "gpt-oss",
     "gemma2_2b": "Gemma 2 2B",
     "8192x2560x262144": "Gemma 3 4B",
-}
-FILTERS = {  # the settings that the picture of errors shows, by a row's text without filter_if_faster; words and place
-    "compiled": ("torch.compile", (11, 8), "left"),
-    "cce_kahan": ("cce_kahan: exact", (11, 0), "left"),
-    "cce_filter": ("cce_filter: samples small gradients", (0, -16), "center"),
-    "cce_filter filter_unbiased=false": ("cce_filter: drops small gradients", (-12, 0), "right"),
-    "cce_apple": ("Apple's cce: drops small gradients", (-12, 0), "right"),
 }
 LIBRARIES = {  # every_rival: a library's losses, of which the picture shows the fastest on each shape; colour, marker
     "ours": (("cce_kahan",), LOSSES["cce_kahan"]),
@@ -132,30 +125,6 @@ def of_libraries(rows: Sequence[Row], device: str) -> Any | None:
     figure.suptitle(f"No library's loss is faster than ours on {first} of {len(found)} output layers")
     note = f"{device}, trained-like logits, tokens x hidden size x vocabulary. The fastest setting of each library."
     legend_below(figure, marks, note)
-    return figure
-
-
-def error_plot(rows: Sequence[Row], device: str) -> Any | None:
-    """Time against the error of d(hidden) of each of FILTERS, on the first problem that has all of them."""
-    for own in grouped(_timed(rows), key=lambda row: row.problem):
-        found = {row.backend.replace("filter_if_faster=false", "").strip().replace("  ", " "): row for row in own[::-1]}
-        if FILTERS.keys() <= found.keys() and all(found[name].de_err for name in FILTERS):
-            break
-    else:
-        return None
-    figure, axes = subplots(figsize=(8, 4.2))
-    for name, (words, beside, side) in FILTERS.items():
-        row, look = found[name], looks([loss_of(name)])[loss_of(name)]
-        hollow = {"markerfacecolor": "white", "markeredgewidth": 1.8} if "false" in name else {}
-        at = row.de_err, row.ratio_to_compiled
-        axes.plot(*at, **{**look.point, "markersize": 10, **hollow})
-        axes.annotate(words, at, beside, textcoords="offset points", ha=side, va="center")
-    sampled, dropped = (found[name].de_err or 1 for name in ("cce_filter", "cce_filter filter_unbiased=false"))
-    axes.set(xscale="log", ylim=(0, 1.8), xlabel="relative error of d(hidden)", ylabel="time / torch.compile's")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.axhline(1, color=GREY, linewidth=0.8, zorder=1)
-    figure.suptitle(f"Dropping small gradients gives {dropped / sampled:.0f} times the error of sampling them")
-    legend_below(figure, {}, f"{device}, {shape_in_words(own[0])}, forward and backward.")
     return figure
 
 

@@ -6,7 +6,6 @@ compared.
 """
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,14 +132,3 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
 def rows_for(name: str, rows: list[Row]) -> dict[tuple[Any, ...], Row]:
     """One row of each problem, backend and workspace: from set `name`, else from the last run of another set."""
     return {row.key: row for row in sorted(rows, key=lambda row: (row.set == name, row.run))}
-
-
-def winners(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
-    """The fastest exact backend of every problem. The second entry of the baseline does not count."""
-    best: dict[tuple[str, str, str, str], Row] = {}
-    for row in rows:
-        if row.ratio_to_compiled is None or not row.exact or row.backend.endswith(AGAIN):
-            continue
-        if row.problem not in best or row.ratio_to_compiled < (best[row.problem].ratio_to_compiled or math.inf):
-            best[row.problem] = row
-    return best

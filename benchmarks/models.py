@@ -256,13 +256,12 @@ class Bench:
                 order = list(running)
                 shuffle(order)
                 each(self._turn, order)
-        own = np.array(rows[OWN].rounds_ms) if rows[OWN].status == "ok" else None
         for row in (row for row in rows.values() if row.status == "ok"):
-            ms, row.rounds = np.array(row.rounds_ms), len(row.rounds_ms)
-            row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(ms, (0.25, 0.5, 0.75)))
-            if own is not None:
-                row.ratio = float(np.median(ms / own))
-                row.ratio_low, row.ratio_high = common.interval_of_median(ms / own, SEED)
+            row.rounds = len(row.rounds_ms)
+            row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(row.rounds_ms, (0.25, 0.5, 0.75)))
+            if rows[OWN].status == "ok":
+                found = common.ratio_to(row.rounds_ms, rows[OWN].rounds_ms, SEED)
+                row.ratio, row.ratio_low, row.ratio_high = found
         return list(rows.values())
 
     def step(self) -> None:
@@ -361,7 +360,7 @@ def _finding(times: common.Bars, memory: common.Bars) -> str:
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
-    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_models"))))
+    common.say_written(write_report(common.results_directory(config, "bench_models")))
 
 
 if __name__ == "__main__":

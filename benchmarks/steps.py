@@ -110,11 +110,6 @@ class BenchConfig(common.Keys):
     rounds: int = option(10, "pairs of each ratio: in a round every loss has its turn, in shuffled order", minimum=2)
     steps: int = option(3, "consecutive training steps of a turn, timed together", minimum=1)
     warmup: int = option(2, "first steps of every loss, which compile and tune kernels", minimum=1)
-    compare_with: str | None = option(
-        None,
-        "the name of a line, as 'GLA 1b3, compile=blocks': also print the times and gains of all lines, divided by its "
-        "own",
-    )
 
 
 add_command("bench_steps", BenchConfig)
@@ -500,14 +495,7 @@ def write_report(directory: Path) -> list[Path]:
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
-    directory = common.results_directory(config, "bench_steps")
-    say("wrote " + ", ".join(str(path) for path in write_report(directory)))
-    if config.compare_with is not None:
-        from study.step_speed import line_ratios
-
-        say(f"divided by {config.compare_with}, unpaired rounds, Welch's 90 % intervals:")
-        for line in line_ratios(read_rows(directory), config.compare_with).markdown():
-            say(line)
+    common.say_written(write_report(common.results_directory(config, "bench_steps")))
 
 
 if __name__ == "__main__":

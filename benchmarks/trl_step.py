@@ -11,10 +11,10 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cce_kernels
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -133,15 +133,14 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
         finally:
             utils._ChunkedLogProbFunction = own
     nats = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    times = {name: np.array(ms[name][config.warmup :]) for name in ms}
+    times = {name: ms[name][config.warmup :] for name in ms}
     rows = []
     for head, head_ms in times.items():
-        ratios = head_ms / times[TRL]
         rows.append(Row(
             " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]), batch, seq, vocab, config.dtype,
-            config.checkpointing, config.loss_type, head, run, len(head_ms), float(np.median(head_ms)),
-            float(np.median(ratios)), *common.interval_of_median(ratios, SEED),
-            peaks[head] / GIB if cuda else None, nats[order.index(head)], head_ms.tolist(),
+            config.checkpointing, config.loss_type, head, run, len(head_ms), median(head_ms),
+            *common.ratio_to(head_ms, times[TRL], SEED),
+            peaks[head] / GIB if cuda else None, nats[order.index(head)], head_ms,
         ))  # fmt: skip
     return rows
 
@@ -181,7 +180,7 @@ def write_report(directory: Path) -> list[Path]:
 def main(config: BenchConfig) -> None:
     if config.measure:
         run_benchmark(config, command_line(), say)
-    say("wrote " + ", ".join(str(path) for path in write_report(common.results_directory(config, "bench_trl"))))
+    common.say_written(write_report(common.results_directory(config, "bench_trl")))
 
 
 if __name__ == "__main__":

@@ -158,10 +158,7 @@ def line_ratios(rows: Sequence[Row], name: str) -> Table:
     names = names_of(rows)
     if name not in names.values():
         known = "; ".join(dict.fromkeys(names.values()))
-        raise ConfigError(
-            f"compare_with={name!r}: no line has this name",
-            f"use one of: {known}; what was measured is kept: add measure=false",
-        )
+        raise ConfigError(f"{name!r}: no line has this name", f"name in study/folders.yaml one of: {known}")
     times = {(names[row.line], row.loss): row.wall_ms for row in rows if row.status == "ok"}
     speeds = step_speeds(rows)
     gains = {(one.verdict.setting, one.row.loss, one.verdict.against): one.ratios for one in speeds}
