@@ -146,18 +146,6 @@ def test_losses_of_a_few_steps_are_not_compared():
     assert verdict_on(enough, VALID_LOSS).value == pytest.approx(2.0)
 
 
-def test_speed_beyond_what_a_free_loss_would_give_is_noise_on_either_side():
-    times = {"loss_layer_ms": {"forward": 0.05, "backward": 0.07}, "step_time_ms_median": 1.0}  # free: 1.136 x
-    for speed, verdict, words in (
-        (1767, "inconclusive", "beyond what a free loss would give (1.136): noise"),
-        (1100, "reached", ""),
-        (500, "inconclusive", "below 0.880, what a free loss would give the baseline: noise"),
-    ):
-        runs = [*five("compiled", **times), *five("cce_kahan", speed=speed, **times)]
-        found = verdict_on(judged(runs), SPEED)
-        assert (found.verdict, found.remark) == (verdict, words)
-
-
 def test_speed_and_memory_on_a_cpu_are_no_answer():
     cpu = {"memory_bytes": {"resident_peak": GIB}}
     runs = [*five("compiled", **cpu), *five("cce_kahan", speed=2000, **cpu)]
@@ -345,7 +333,6 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path):
     of_times = [v for v in found if v.target in OF_TIMES and v.against == "compiled"]
     assert len(of_times) == 2 * 4 + 1, "the backward pass is asked of the filter alone"
     assert {(v.verdict, v.value) for v in of_times} == {("not measured", None)}
-    assert all("not measured: the GPU was shared" in v.remark for v in of_times)
     others = (MVE_MEMORY, MVE_LOSS, CURVES, PERPLEXITY, VALID_LOSS)
     assert {verdict_on(found, one).n for one in others} == {5}
     text = write_report([one for loss in losses for one in five(loss, **shared)], tmp_path, "g")[0].read_text()

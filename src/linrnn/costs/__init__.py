@@ -8,31 +8,10 @@ from linrnn.costs.communication import communication, vocabulary_loss_bytes
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
 from linrnn.costs.flops import KernelFlops, kernel_flops, mfu, model_flops, model_flops_6n
 from linrnn.costs.gpus import GPUS, Gpu, step_seconds, uncertainty
-from linrnn.costs.memory import (
-    MemoryEstimate,
-    loss_memory,
-    memory_estimate,
-    training_state,
-)
+from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
 
 __all__ = [
-    "ASSUMED_CPU_SHARE",
-    "ASSUMED_MFU",
-    "GPUS",
-    "Gpu",
-    "KernelFlops",
-    "MemoryEstimate",
-    "communication",
-    "kernel_flops",
-    "loss_memory",
-    "memory_estimate",
-    "mfu",
-    "model_flops",
-    "model_flops_6n",
-    "peak_flops_per_second",
-    "step_seconds",
-    "time_estimate",
-    "training_state",
-    "uncertainty",
-    "vocabulary_loss_bytes",
-]
+    "ASSUMED_CPU_SHARE", "ASSUMED_MFU", "GPUS", "Gpu", "KernelFlops", "MemoryEstimate", "communication", "kernel_flops",
+    "loss_memory", "memory_estimate", "mfu", "model_flops", "model_flops_6n", "peak_flops_per_second", "step_seconds",
+    "time_estimate", "training_state", "uncertainty", "vocabulary_loss_bytes",
+]  # fmt: skip

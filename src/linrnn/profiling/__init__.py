@@ -6,14 +6,6 @@ from linrnn.profiling.timers import SpeedMeter, Stopwatch, matmul_rate
 from linrnn.profiling.traces import memory_snapshot, trace
 
 __all__ = [
-    "LossAndStats",
-    "LossObserver",
-    "MemoryByComponent",
-    "SpeedMeter",
-    "Stopwatch",
-    "forward_backward",
-    "matmul_rate",
-    "memory_snapshot",
-    "trace",
-    "watched_loss",
-]
+    "LossAndStats", "LossObserver", "MemoryByComponent", "SpeedMeter", "Stopwatch", "forward_backward", "matmul_rate",
+    "memory_snapshot", "trace", "watched_loss",
+]  # fmt: skip

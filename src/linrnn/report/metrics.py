@@ -96,13 +96,11 @@ class Compared:
     Attributes:
         doubt: a reason why the value decides nothing; empty if there is none.
         note: what else a reader must know.
-        limits: the lowest and highest ratio that is possible if the two differ only in the loss.
     """
 
     value: float
     doubt: str = ""
     note: str = ""
-    limits: tuple[float, float] | None = None
 
 
 Compare = Callable[[Run, Run], Compared | None]
@@ -114,12 +112,10 @@ def speed_ratio(run: Run, base: Run) -> Compared | None:
     clock, same_clock = (by_wall_clock(one.summary) for one in (run, base))
     if not value or not other or not timed(run, base) or clock != same_clock:
         return None
-    least, most = free_loss_speed_up(run), free_loss_speed_up(base)
     return Compared(
         value / other,
         doubt="" if clock else DEVICE_TIME,
         note="CPU-bound" if host_decides(run.summary) or host_decides(base.summary) else "",
-        limits=(1 / least, most) if least and most else None,
     )
 
 
@@ -163,7 +159,7 @@ def timed(run: Run, base: Run) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ samples of a pair
-def by_seed(compare: Compare, *, of_times: bool = False) -> Callable[[Pair], list[Sample]]:
+def by_seed(compare: Compare) -> Callable[[Pair], list[Sample]]:
     """A value for each seed that both losses ran. If a seed was run several times, its value is the median."""
 
     def measure(pair: Pair) -> list[Sample]:
@@ -174,10 +170,8 @@ def by_seed(compare: Compare, *, of_times: bool = False) -> Callable[[Pair], lis
                     found[run.summary["seed"]].append(one)
         every = [one for of_seed in found.values() for one in of_seed]
         values = [median(one.value for one in of_seed) for of_seed in found.values()]
-        remarks = [] if pair.base else [f"{pair.against} has no finished run in this setting"]
-        remarks += [one.note for one in every] + _shared([*pair.own, *pair.base] if of_times else [])
-        doubts = [one.doubt for one in every] + _beyond_a_free_loss(values, [one.limits for one in every if one.limits])
-        return [Sample(values, remarks, doubts)]
+        alone = [] if pair.base else [f"{pair.against} has no finished run in this setting"]
+        return [Sample(values, alone + [one.note for one in every], [one.doubt for one in every])]
 
     return measure
 
@@ -190,41 +184,18 @@ def _difference(key: str) -> Callable[[Pair], list[Sample]]:
     return by_seed(compare)
 
 
-def _beyond_a_free_loss(values: Sequence[float], limits: Sequence[tuple[float, float]]) -> list[str]:
-    """A ratio beyond what a loss without cost would give cannot come from the loss alone."""
-    if not limits:
-        return []
-    value, (least, most) = median(values), (median(bounds) for bounds in zip(*limits, strict=True))
-    if least <= value <= most:
-        return []
-    above = f"beyond what a free loss would give ({most:.3f}): noise"
-    return [above if value > most else f"below {least:.3f}, what a free loss would give the baseline: noise"]
-
-
-def _shared(runs: Sequence[Run]) -> list[str]:
-    """What is said of runs whose times are left out."""
-    if not (count := sum(run.gpu_shared for run in runs)):
-        return []
-    every = "not measured: the GPU was shared"
-    return [every if count == len(runs) else f"{count} of {len(runs)} runs left out: their GPU was shared"]
-
-
 def _at_fastest_batch(pair: Pair) -> list[Sample]:
     """Each loss at its fastest batch (by median speed over seeds), among the batches that both ran."""
     own, base = (_by_batch(pair, name) for name in (pair.backend, pair.against))
     common = sorted(own.keys() & base.keys())
     if len(common) < 2:
-        return [Sample(remarks=[*_shared(pair.own), f"not measured: needs {_BATCHES}"])]
+        return [Sample(remarks=[f"not measured: needs {_BATCHES}"])]
 
     def fastest(by_batch: Mapping[int, list[Run]]) -> int:
         return max(common, key=lambda batch: median(one.summary["tokens_per_second"] for one in by_batch[batch]))
 
-    def ratio(run: Run, other: Run) -> Compared | None:  # the runs differ in more than the loss: no limits
-        found = speed_ratio(run, other)
-        return found and replace(found, limits=None)
-
     batch, other = fastest(own), fastest(base)
-    [sample] = by_seed(ratio, of_times=True)(replace(pair, own=own[batch], base=base[other]))
+    [sample] = by_seed(speed_ratio)(replace(pair, own=own[batch], base=base[other]))
     words = f"B = {batch} against {other}, of {', '.join(map(str, common))}"
     return [replace(sample, remarks=[words, *sample.remarks], setting="each at its fastest batch")]
 
@@ -301,7 +272,7 @@ METRICS = {
     for metric in (
         Metric("peak_memory_bytes", "peak memory, ratio", by_seed(_memory_ratio), ".3f", f"{_BOTH}, on a GPU",
                by_chance=False, always=True),
-        Metric("tokens_per_second", "tokens/s at the same batch, ratio", by_seed(speed_ratio, of_times=True), ".3f",
+        Metric("tokens_per_second", "tokens/s at the same batch, ratio", by_seed(speed_ratio), ".3f",
                _TIMED, always=True),
         Metric("max_sequences", "largest batch under the budget, ratio", partial(_of_searches, value=_largest), ".2f",
                _SEARCH, by_chance=False),
@@ -319,7 +290,7 @@ METRICS = {
                f"training loss, largest difference of the curves (mean of {SMOOTHED_STEPS} steps), nats",
                by_seed(_curve_difference), ".4f", **_CURVES),
         Metric("backward_speed_up", "backward pass of the output layer, speed-up",
-               by_seed(_backward_speed_up, of_times=True), ".2f", _TIMED),
+               by_seed(_backward_speed_up), ".2f", _TIMED),
         Metric("loss_layer_share", "output layer's share of peak memory, gradients counted",
                partial(_share, gradients=True), **_SHARES),
         Metric("loss_layer_share_without_gradients", "output layer's share of peak memory, without gradients",
