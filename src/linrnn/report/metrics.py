@@ -217,6 +217,7 @@ def _of_searches(pair: Pair, value: Callable[[dict[str, Any]], float | None]) ->
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = defaultdict(dict)
     for answer, name in zip(pair.answers, backend_names(pair.answers), strict=True):
         like = all(answer[key] == run[key] for key in ("model", "size", "activation_checkpointing"))
+        like = like and bool(answer["environment"].get("gpus"))  # a CPU's answers are rough
         if like and (others := differing([pair.environment, answer["environment"]])):
             remarks.add(f"measured elsewhere: another {', '.join(others)}")
         elif like:
@@ -244,7 +245,7 @@ def _largest(answer: dict[str, Any]) -> float | None:
 
 
 def _speed_at_largest(answer: dict[str, Any]) -> float | None:
-    """Of the probe at the largest batch; None if none fitted, or without a wall clock."""
+    """Tokens/s of the probe at the largest batch; None if none fitted."""
     probes = [one for one in answer["probes"] if one["batch"] == answer["max_sequences"] and one["fits"]]
     return probes[0].get("tokens_per_second") if probes else None
 
