@@ -124,7 +124,7 @@ class JsonlWriter:
         if self.path.exists():
             lines = b"".join(line for line, record in _records(self.path) if keep(record))
             with storing(self.path):
-                if len(lines) < self.path.stat().st_size:
+                if len(lines) != self.path.stat().st_size:
                     write_bytes(self.path, lines)
         with storing(self.path):
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask

@@ -17,7 +17,7 @@ from linrnn.core.output import PROGRAM, as_started, python
 from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 WIDTH = 13  # of the names of printed figures
@@ -174,6 +174,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
     averaged, on_device = min(MEAN_OF_LAST, s["steps"]), "" if on_cpu(s) else " on the device"
     of_loss = "".join(f", loss {name} {ms:.1f} ms" for name, ms in (s["loss_layer_ms"] or {}).items())
     from_step = f", {s['wall_step_ms']:.1f} ms from step to step (mean)" if s["wall_step_ms"] else ""
+    between = f"{s['host_step_ms']:.1f} ms" if waits_between_steps(s) else ""
     forms = {
         "train loss": ("train_loss_nats", "{:.4f} nats (mean of the last " + f"{averaged} steps)"),
         "valid loss": ("valid_loss_nats", "{:.4f} nats"),
@@ -190,8 +191,9 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         "parameters": f"{s['n_parameters']:,}",
         **{name: form.format(s[key]) for name, (key, form) in forms.items() if s[key] is not None},
         **({"speed": NOT_MEASURED} if s["gpu_shared"] else {}),
-        "host": f"CPU-bound: {s['host_step_ms']:.1f} ms of each step pass between the device's steps"
-        if host_decides(s)
+        "host": f"CPU-bound: {between} of each step pass between the device's steps" if host_decides(s) else "",
+        "between steps": f"{between} from step to step, for data, metrics and the console"
+        if between and on_cpu(s)
         else "",
         "peak memory": f"{size_in_words(s['peak_memory_bytes'])} ({s['peak_memory_is']})"
         if s["peak_memory_bytes"]
