@@ -35,8 +35,8 @@ check: $(VENV)/check  ## lint, format, types and the workflow of GitHub Actions
 	$(RUN) -m mypy
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-pages: $(VENV)/test   ## write the tables and figures of README and docs anew from the rows in results/ (ARGS=-v: figures outside of them)
-	$(RUN) -m study.pages $(ARGS)
+pages: $(VENV)/test   ## write the tables and figures of README and docs anew from the rows in results/
+	$(RUN) -m study.pages
 
 docs: $(VENV)/docs   ## build the documentation into site/; a dead link fails (to read it: python -m http.server --directory site)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

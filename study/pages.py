@@ -1,12 +1,9 @@
 """Fill the marked places of README and docs from committed rows: `make pages`.
 
-A place is `<!-- rows: NAME --> … <!-- end -->`. NAME is a claim of claims.yaml, or a table of tables.py. The command
-also lists the figures that stand outside of such places in README and the study, for whoever reads a change.
+A place is `<!-- rows: NAME --> … <!-- end -->`. NAME is a claim of claims.yaml, or a table of tables.py.
 """
 
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from linrnn.core.errors import ConfigError
@@ -15,9 +12,6 @@ from study.tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- rows: (\w+) -->)(\n?).*?(<!-- end -->)", re.DOTALL)
-FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-# Decimals, and percentages other than those of intervals. Names of sizes (1.3B) and versions are no figures.
-FIGURE = re.compile(r"(?<![\w./#-])[+-]?\d[\d,]*\.\d+(?![\w.])(?: ?%)?|(?<![\w./#-])(?!9[05] %)\d+ %")
 
 
 def filled(text: str, page: Path) -> str:
@@ -47,18 +41,6 @@ def pages() -> list[Path]:
     return [page for page in found if PLACE.search(page.read_text(encoding="utf-8"))]
 
 
-def outside(page: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a page with figures outside of marked places, and these figures."""
-    text = FENCED.sub(_lines, PLACE.sub(_lines, page.read_text(encoding="utf-8")))
-    for number, line in enumerate(text.splitlines(), start=1):
-        if figures := FIGURE.findall(re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
-            yield number, ", ".join(figures)
-
-
-def _lines(match: re.Match[str]) -> str:
-    return "\n" * match[0].count("\n")
-
-
 def main() -> None:
     for page in pages():
         text = page.read_text(encoding="utf-8")
@@ -66,13 +48,6 @@ def main() -> None:
         if new != text:
             page.write_text(new, encoding="utf-8")
         print(f"{page.relative_to(ROOT)}: {'written anew' if new != text else 'as its rows say'}")
-    print("\nfigures that no row stands behind here:")
-    study = [page for folder in ("study", "notes") for page in sorted((ROOT / "docs" / folder).rglob("*.md"))]
-    for page in [ROOT / "README.md", *study]:
-        lines = list(outside(page))
-        print(f"  {page.relative_to(ROOT)}: {len(lines)} lines")
-        for number, figures in lines if "-v" in sys.argv[1:] else ():
-            print(f"    {number}: {figures}")
 
 
 if __name__ == "__main__":
