@@ -136,12 +136,3 @@ def legend_below(figure: Any, lines: Mapping[str, Any], note: str = "") -> None:
         figure.legend(list(lines.values()), list(lines), ncol=columns, handletextpad=0.5, **place)
     if note:
         figure.text(0.5, 0.05 / height, note, ha="center", va="bottom", fontsize=8, color=GREY)
-
-
-def close_bars(figure: Any, axes: Any, bars: Mapping[str, Any], title: str, label: str, note: str = "") -> None:
-    """Finish a chart of horizontal bars: room for words at their ends, no lines along them, and a legend below."""
-    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(label)
-    figure.suptitle(title)
-    legend_below(figure, bars, note)

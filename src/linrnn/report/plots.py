@@ -15,7 +15,6 @@ from linrnn.report.plot_style import (
     TARGET,
     WIDTH,
     Look,
-    close_bars,
     in_words,
     legend_below,
     looks,
@@ -265,7 +264,11 @@ def memory_parts(runs: Sequence[Run]) -> Any:
     axes.set_ylim(len(told) - 0.4, -0.6)
     gpus = sorted({gpu["name"] for run in firsts.values() for gpu in run.environment.get("gpus", [])})
     note = "; ".join([*gpus, "n = 1 a bar"])
-    close_bars(figure, axes, bars, "Where the memory of a training step goes", "GiB while the output layer runs", note)
+    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])  # room for the words at the bars' ends
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("GiB while the output layer runs")
+    figure.suptitle("Where the memory of a training step goes")
+    legend_below(figure, bars, note)
     return figure
 
 

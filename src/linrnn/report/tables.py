@@ -107,10 +107,6 @@ def of_runs(runs: Sequence[Run]) -> Table:
     rows = []
     for run, loss in entries:
         s, base = run.summary, {} if run.mixture else bases.get((run.setting, run.summary["seed"]), {})
-
-        def ratio(key: str, form: str, s: dict[str, Any] = s, base: dict[str, Any] = base) -> str:
-            return show(s[key] / base[key] if s[key] is not None and base.get(key) else None, form)
-
         late = run.horizon and run.horizon != s["steps"]
         rows.append({
             "run": run.name,
@@ -128,9 +124,9 @@ def of_runs(runs: Sequence[Run]) -> Table:
             "valid loss, nats": show(s["valid_loss_nats"], ".4f"),
             "bits per byte": show(s["valid_bits_per_byte"], ".4f"),
             "peak memory, GiB": show(s["peak_memory_bytes"], ".2f", GIB),
-            "its ratio": ratio("peak_memory_bytes", ".2f"),
+            "its ratio": _ratio(s, base, "peak_memory_bytes", ".2f"),
             f"tokens/s, {clock_of(runs)}": show(s["tokens_per_second"], ",.0f"),
-            "their ratio": ratio("tokens_per_second", ".3f"),
+            "their ratio": _ratio(s, base, "tokens_per_second", ".3f"),
             "step, ms": show(s["step_time_ms_median"], ".2f"),
             "of it output layer": show(loss_time_share(run), ".1%"),
             "MFU": show(s["mfu"], ".1%"),
@@ -138,6 +134,10 @@ def of_runs(runs: Sequence[Run]) -> Table:
     table = _table(rows, ("checkpointing", "steps"))
     unique = len({place(entry) for entry in entries}) == len(runs)  # else only their names tell runs apart
     return Table(table.columns[1:], [row[1:] for row in table.rows], WORDS) if unique else table
+
+
+def _ratio(summary: dict[str, Any], base: dict[str, Any], key: str, form: str) -> str:
+    return show(summary[key] / base[key] if summary[key] is not None and base.get(key) else None, form)
 
 
 def of_filters(runs: Sequence[Run]) -> Table:
