@@ -13,7 +13,6 @@ from made_up_runs import FIVE_SEEDS, HERE, answer, five, run
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.report import write
 from linrnn.report.page import inline
 from linrnn.report.runs import COMMITTED, Run, read_committed, read_max_batches
 from linrnn.report.tables import of_verdicts
@@ -60,12 +59,6 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data
         if self.open:
             self.texts.setdefault(self.open[-1], []).append(data)
-
-
-@pytest.fixture
-def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are written without their pictures, which take most of the time."""
-    monkeypatch.setattr(write, "_figures", lambda *given: [])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_up_runs import BLOCKS, ELSEWHERE, FIVE_SEEDS, FLOAT8, GIB, HERE, answer, five, only, run, trained
 
-from linrnn.report import plots, write
+from linrnn.report import plots
 from linrnn.report.curves import largest_difference
 from linrnn.report.runs import LOSS, Run, backend_names, read_committed, read_runs, write_committed
 from linrnn.report.targets import Target, Verdict
@@ -25,12 +25,6 @@ PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS = (CRITERIA[k] for k in ("PERPLEXITY"
 BACKWARD, SHARE, SHARE_WITHOUT = (CRITERIA[k] for k in ("BACKWARD", "SHARE", "SHARE_WITHOUT"))
 MVE_MEMORY, MVE_SPEED, MVE_NOT_SLOWER = (CRITERIA[k] for k in ("MVE_MEMORY", "MVE_SPEED", "MVE_NOT_SLOWER"))
 MVE_LARGER, MVE_LOSS = (CRITERIA[k] for k in ("MVE_LARGER", "MVE_LOSS"))
-
-
-@pytest.fixture
-def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports are written without their pictures, which take most of the time."""
-    monkeypatch.setattr(write, "_figures", lambda *given: [])
 
 
 NO_TIMES = {
