@@ -117,7 +117,7 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(folder, t
     graphs = Graphs(monkeypatch)
     rows = measured(tmp_path, "losses=['cce_kahan accumulate=fp32',torch_native]", models=f'["{GLA} {GRAPH}"]')
     assert [row.status for row in rows] == [*3 * ["ok"], "unsupported"]
-    assert "loss=torch_native: its host may wait for the GPU" in rows[3].reason
+    assert "loss=torch_native may let its host wait for the GPU" in rows[3].reason
     assert graphs.captures == 3 * (1 + 3), "in the warm-up of each loss, and in each of three rounds"
     assert graphs.replays == 3 * (1 + 3 * (1 + 1 + 2)), "a round: the capture, one step that settles, two timed ones"
     assert graphs.most_alive == 1
@@ -219,7 +219,7 @@ def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path):
     line = GLA.replace("fp32", "auto")
     rows = measured(tmp_path, "device=cuda", "losses=[cce_kahan,liger]", models=f'["{line}","{line} {GRAPH}"]')
     assert [row.status for row in rows] == [*7 * ["ok"], "unsupported"]
-    assert "loss=liger: its host may wait for the GPU" in rows[7].reason
+    assert "loss=liger may let its host wait for the GPU" in rows[7].reason
     for eager, graphed in zip(rows[:3], rows[4:7], strict=True):
         assert (graphed.loss, graphed.loss_nats) == (eager.loss, pytest.approx(eager.loss_nats, rel=1e-4))
         assert (graphed.rounds, len(graphed.device_ms), graphed.loss_layer_ms) == (3, 3, None)
