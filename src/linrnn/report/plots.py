@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from statistics import median
+from textwrap import fill
 from typing import Any
 
 from linrnn.core.machine import GIB
@@ -57,11 +58,11 @@ def clock_of(runs: Sequence[Run]) -> str:
     return (WALL_CLOCK if all(kinds) else "device time") if kinds else NOT_MEASURED.partition(":")[0]
 
 
-def heading(runs: Sequence[Run], separator: str = " ") -> str:
+def heading(runs: Sequence[Run]) -> str:
     """The model of a panel's runs, with size and number of parameters if all runs share them."""
     sizes = {(run.summary["size"], run.summary["n_parameters"]) for run in runs}
     size, n_parameters = sizes.pop() if len(sizes) == 1 else ("", None)
-    return model_in_words(runs[0].summary["model"], size, n_parameters).replace(" (", f"{separator}(")
+    return model_in_words(runs[0].summary["model"], size, n_parameters)
 
 
 def measured(runs: Sequence[Run]) -> list[Run]:
@@ -180,8 +181,8 @@ def loss_curves(
         else:
             bottom.set_yticks([])
             bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
-        words = heading([run for run in runs if run.summary["model"] == model], "\n" if len(models) > 2 else " ")
-        top.set_title(words.replace(" shared_projection_rank=", "\nshared_projection_rank=\n"))
+        words = heading([run for run in runs if run.summary["model"] == model])
+        top.set_title(fill(words, 60 // len(models)))
         bottom.set_xlabel("optimizer step")
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
