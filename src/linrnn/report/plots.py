@@ -182,7 +182,7 @@ def loss_curves(
             bottom.set_yticks([])
             bottom.text(0.5, 0.5, "no two losses to compare", ha="center", va="center", transform=bottom.transAxes)
         words = heading([run for run in runs if run.summary["model"] == model])
-        top.set_title(fill(words, 60 // len(models)))
+        top.set_title(fill(words, 90 // len(models)))
         bottom.set_xlabel("optimizer step")
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
