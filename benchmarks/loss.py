@@ -34,13 +34,10 @@ from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, ReadingConfig, option
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.core.garbage import collect_after, collected_at_known_points
-from linrnn.core.machine import GIB
 from linrnn.core.output import say
 from linrnn.core.tables import show
-from linrnn.costs import loss_memory
 from linrnn.losses import LossBackend, build_loss
 from linrnn.runs.environment import command_line, gpu_state
-from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device, synchronize
 
 SEED = 0  # of weights, data, order and bootstrap
@@ -164,9 +161,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         shapes = [trained.shape]
     dtypes = [{"same": config.dtype, "fp32": "fp32"}[name] for name in config.gradients]
     settings = list(dict.fromkeys(Setting(shape, config.dtype, own, trained) for shape in shapes for own in dtypes))
-    if device.type == "cpu":
-        for setting in settings:
-            _check_memory(setting, list(losses.values()))
     run = common.begin_run(directory, command, config)
     measured: list[Row] = []
     for number, setting in enumerate(settings, start=1):
@@ -189,20 +183,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
 
 def _refused(rows: list[Row]) -> list[str]:
     return [f"{row.label}: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
-
-
-def _check_memory(setting: Setting, losses: list[LossConfig]) -> None:
-    """Refuse on a CPU a shape that cannot be held: its tensors with their gradients, and what stands beside them.
-
-    Beside them stand the fp64 truth, the floor's N x V, or what a loss holds, as far as formulas know it: whichever is
-    the most.
-    """
-    shape, compute = setting.shape, DTYPES[setting.dtype].itemsize
-    held = [memory for loss in losses if (memory := loss_memory(loss, shape.n, shape.d, shape.v, compute))]
-    beside = max([problems.bytes_of_truth(shape), shape.n * shape.v * compute, *(max(memory) for memory in held)])
-    needed = 2 * (shape.n + shape.v) * shape.d * DTYPES[setting.gradients].itemsize + beside
-    what = f"shape {shape.name} ({shape.n} x {shape.d} x {shape.v}) needs {needed / GIB:.1f} GiB or more"
-    check_memory(needed, what, "smaller shapes, as in shapes=[1024x256x8192]")
 
 
 def _is_measured(

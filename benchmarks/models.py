@@ -39,7 +39,6 @@ from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, filters
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models import tuning
 from linrnn.runs.environment import command_line
-from linrnn.training.plan import check_memory
 from linrnn.training.runtime import resolve_device
 
 KAHAN = "cce_kahan"
@@ -179,9 +178,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
     directory, device = common.results_directory(config, "bench_models"), resolve_device(config.device)
     losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
     models = [parse_model(text) for text in config.models]
-    if device.type == "cpu":
-        for name, overrides, batch, seq in models:
-            _check_fits(config, name, overrides, batch * seq)
     run_id = common.begin_run(directory, command, config)["id"]
     measured: list[Row] = []
     for number, (name, overrides, batch, seq) in enumerate(models, start=1):
@@ -195,20 +191,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         for row in rows:
             say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
     return measured
-
-
-def _check_fits(config: BenchConfig, name: str, overrides: dict[str, str], n_tokens: int) -> None:
-    """Reject a step that cannot fit on a CPU, where the system would kill the process without a message.
-
-    It holds at least weights, gradients and two moments, and the logits of `standard` in the model's dtype and in fp32.
-    """
-    dtype = DTYPES[config.dtype]
-    model = build_published(name, overrides, dtype, torch.device("meta"))
-    vocab = model.get_output_embeddings().weight.shape[0]
-    state, logits = 4 * dtype.itemsize * sum(p.numel() for p in model.parameters()), dtype.itemsize + 4
-    needed = state + logits * n_tokens * vocab
-    what = f"a step of {name} with {n_tokens:,} tokens needs {needed / GIB:.1f} GiB or more"
-    check_memory(needed, what, "a smaller model or batch, as in models=['llama_1b batch=1 seq=64 num_hidden_layers=1']")
 
 
 class Bench:

@@ -173,11 +173,6 @@ def truth_of(problem: Problem) -> Solution:
     return _solve(problem, torch.float64, torch.float64)
 
 
-def bytes_of_truth(shape: Shape) -> int:
-    """The most bytes that :func:`truth_of` holds beside its problem: weight, both gradients, three blocks of logits."""
-    return 8 * (2 * shape.v * shape.d + shape.n * shape.d + 3 * min(_BLOCK_ROWS, shape.n) * shape.v)
-
-
 def fp32_logits_of(problem: Problem) -> Solution:
     """The bar for exactness: true fp32 logits, and (softmax - onehot) rounded to the compute dtype for two products.
 
