@@ -1,9 +1,11 @@
-"""A run within the test's own process, and its losses."""
+"""A run within the test's own process, and what it wrote."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from linrnn.config import load_config
+from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
 
 
@@ -14,10 +16,14 @@ def fitted(overrides: list[str]) -> Trainer:
     return trainer
 
 
+def records(trainer: Trainer, key: str = "train/loss_nats") -> list[dict[str, Any]]:
+    """The records of metrics.jsonl that hold this key."""
+    return [record for record in read_jsonl(trainer.directory.metrics) if key in record]
+
+
 def losses(trainer: Trainer) -> list[float]:
     """Of the steps in metrics.jsonl, in nats."""
-    lines = [json.loads(line) for line in trainer.directory.metrics.read_text().splitlines()]
-    return [line["train/loss_nats"] for line in lines if "train/loss_nats" in line]
+    return [record["train/loss_nats"] for record in records(trainer)]
 
 
 def summary_of(trainer: Trainer) -> dict[str, Any]:
@@ -25,3 +31,8 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
     summary = trainer.directory.read_summary()
     assert summary is not None
     return summary
+
+
+def processes(directory: Path) -> list[dict[str, Any]]:
+    """The processes of a run, as environment.json lists them."""
+    return json.loads((directory / "environment.json").read_text())["processes"]

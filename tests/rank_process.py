@@ -231,67 +231,49 @@ def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor
     Trainer._forward_backward = faulty  # type: ignore[method-assign]
 
 
-def _nan(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    return nats * float("nan") if rank == 1 else nats
+def _of_rank_1(
+    happen: Callable[[torch.Tensor], Any], wait: bool = False
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Something happens to rank 1's loss. If they `wait`, all others do so as GPUs: no exception reaches them."""
+
+    def faulty(rank: int, nats: torch.Tensor) -> torch.Tensor:
+        result = happen(nats) if rank == 1 else None
+        if wait:
+            time.sleep(1000)
+        return nats if result is None else result
+
+    return faulty
 
 
-def _killed(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return nats
+def _killed(_: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed_and_waited_for(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    """A rank is killed and all others wait as GPUs do: no exception reaches them."""
-    _killed(rank, nats)
-    time.sleep(1000)
-    return nats
+def _stopped(_: torch.Tensor) -> None:
+    """All threads stand still, as on a machine that hangs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _out_of_memory(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    if rank == 1:
-        raise torch.OutOfMemoryError("tried to allocate 1 EiB")
-    return nats
+def _out_of_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("tried to allocate 1 EiB")
 
 
-def _out_of_memory_and_waited_for(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    """A rank runs out of memory and all others wait as GPUs do: no exception reaches them."""
-    _out_of_memory(rank, nats)
-    time.sleep(1000)
-    return nats
-
-
-def _stuck(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    if rank == 1:
-        time.sleep(1000)
-    return nats
-
-
-def _stopped(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    """All threads of a rank stand still, as on a machine that hangs."""
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return nats
-
-
-def _full_disk(rank: int, nats: torch.Tensor) -> torch.Tensor:
-    """From now on one rank's disk is full."""
+def _full_disk(_: torch.Tensor) -> None:
+    """From now on the disk is full."""
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if rank == 1:
-        os.fsync = full
-    return nats
+    os.fsync = full
 
 
 FAULTS = {
-    "full_disk": _full_disk,
-    "nan": _nan,
-    "killed": _killed,
-    "killed_and_waited_for": _killed_and_waited_for,
-    "out_of_memory": _out_of_memory,
-    "out_of_memory_and_waited_for": _out_of_memory_and_waited_for,
-    "stopped": _stopped,
-    "stuck": _stuck,
+    "full_disk": _of_rank_1(_full_disk),
+    "nan": _of_rank_1(lambda nats: nats * float("nan")),
+    "killed": _of_rank_1(_killed),
+    "killed_and_waited_for": _of_rank_1(_killed, wait=True),
+    "out_of_memory": _of_rank_1(_out_of_memory),
+    "out_of_memory_and_waited_for": _of_rank_1(_out_of_memory, wait=True),
+    "stopped": _of_rank_1(_stopped),
+    "stuck": _of_rank_1(lambda _: time.sleep(1000)),
 }

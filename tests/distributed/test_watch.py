@@ -2,7 +2,6 @@
 
 import os
 import queue
-import socket
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
@@ -68,11 +67,10 @@ def test_a_pause_of_all_ranks_is_nobodys_fault(signs, clock):
     assert [rank.still() for rank in reversed(ranks)] == [[], []]
 
 
-def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(monkeypatch, tmp_path):
-    """Each of two machines is called localhost, and their namespaces have one number."""
+def test_a_process_of_another_machine_is_not_looked_for_here(monkeypatch, tmp_path):
+    """The namespaces of processes have one number on two machines."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     store, watches = dist.HashStore(), []
     for rank, process in enumerate((os.getpid(), gone.pid)):
         (tmp_path / str(rank)).write_text(f"boot {rank}\n")
@@ -80,13 +78,12 @@ def test_a_process_of_another_machine_with_the_same_name_is_not_looked_for_here(
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda process=process: process)
             watches.append(Watch(Launch(rank, world_size=2), store, timedelta(seconds=PATIENCE)).start())
-    first, second = watches
     try:
-        assert first.wait_for_failure(4 * Watch.POLL_SECONDS) is None
-        assert first.dead() == []
+        assert watches[0].wait_for_failure(4 * Watch.POLL_SECONDS) is None
+        assert watches[0].dead() == []
     finally:
-        second.end()
-        first.end()
+        for watch in watches:
+            watch.end()
 
 
 def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(monkeypatch, capsys):

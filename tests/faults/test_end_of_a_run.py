@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import fitted, summary_of
+from fitting import fitted, records, summary_of
 from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
 from linrnn.core.interrupts import SIGNALS, StopRequest
-from linrnn.runs.metrics import read_jsonl
-from linrnn.training import checkpointer
+from linrnn.training import checkpoint
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import found
-from linrnn.training.checkpointer import foreseen_bytes
+from linrnn.training.checkpoint import foreseen_bytes, found
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
@@ -74,7 +72,7 @@ def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(number, at_s
     resumed = again.fit()
     for name in ("status", "steps", "train_loss_nats", "valid_loss_nats"):
         assert resumed[name] == whole[name], name
-    validated = [r["step"] for r in read_jsonl(again.directory.metrics) if "valid/loss_nats" in r]
+    validated = [record["step"] for record in records(again, "valid/loss_nats")]
     assert validated == [2, 4], "the validation that was cut short is made up for"
 
 
@@ -105,26 +103,24 @@ def test_a_signal_while_the_summary_is_written_does_not_lose_it(small, monkeypat
         return summarise(*arguments, **options)
 
     monkeypatch.setattr(RunLog, "summary", signalled)
-    trainer = Trainer(load_config(small()))
-    assert trainer.fit()["status"] == "finished"
-    assert trainer.directory.read_summary() is not None
+    assert summary_of(fitted(small()))["status"] == "finished"
+
+
+class Killed(BaseException):
+    """Stands for kill -9."""
 
 
 def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(small, monkeypatch):
-    class Killed(BaseException):
-        """Stands for kill -9."""
-
     def die(*_: Any, **__: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(RunLog, "summary", die)
         with pytest.raises(Killed):
-            Trainer(load_config(small())).fit()
-    again = Trainer(load_config(small()))
-    assert again.fit()["status"] == "finished"
-    validated = [r["step"] for r in read_jsonl(again.directory.metrics) if "valid/loss_nats" in r]
-    assert validated == [3]
+            fitted(small())
+    again = fitted(small())
+    assert summary_of(again)["status"] == "finished"
+    assert [record["step"] for record in records(again, "valid/loss_nats")] == [3]
 
 
 # --------------------------------------------------------------------------------------------------------- signals
@@ -184,17 +180,14 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small, tmp_
 def test_a_run_without_options_writes_checkpoints_by_the_clock(small, monkeypatch, capsys):
     """Every step takes four minutes here. A kill must lose at most ten minutes, not the run."""
     assert load_config(small()).trainer.checkpoint_minutes == 10
-    clock = time.monotonic
-    steps = 0
-    step = Trainer.train_step
+    clock, step, steps = time.monotonic, Trainer.train_step, list[int]()
 
     def train_step(self: Trainer) -> Any:
-        nonlocal steps
-        steps += 1
+        steps.append(self.step)
         return step(self)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock() + 240 * steps)
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock() + 240 * len(steps))
     trainer = fitted(small("trainer.max_steps=8", "trainer.keep_checkpoints=9"))
     assert [int(path.name.removeprefix("step_")) for path in found(trainer.directory.checkpoints)] == [3, 6, 8]
     assert "checkpoints every 10 minutes, and at the end: a checkpoint takes" in capsys.readouterr().out
@@ -237,12 +230,14 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(small, monkeyp
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointer, "sync", full)
+    monkeypatch.setattr(checkpoint, "sync", full)
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
     trainer.step = 497
-    with pytest.raises(StorageError, match="checkpoint of step 500 was not written"):
+    with pytest.raises(StorageError, match=r"checkpoint of step 500 was not written .*No space left") as error:
         trainer.fit()
     assert trainer.step < 1000
+    assert (error.value.exit_code, summary_of(trainer)["status"]) == (7, "failed")
+    assert not list(trainer.directory.checkpoints.iterdir()), "no half-written checkpoint"
 
 
 # ------------------------------------------------------------------------------------------------------ validation

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fitting import summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import DivergedError, InterruptedRun
@@ -109,8 +110,9 @@ def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(last, several,
         return (nats * float("nan") if trainer.step == bad - 1 else nats), stats
 
     monkeypatch.setattr(trainer, "_forward_backward", faulty)
-    with pytest.raises(DivergedError, match=f"step {bad}: loss nan"):
+    with pytest.raises(DivergedError, match=f"step {bad}: loss nan") as error:
         trainer.fit()
+    assert (error.value.exit_code, summary_of(trainer)["status"]) == (6, "diverged")
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in range(1, bad)]
 
 
@@ -166,6 +168,3 @@ def test_on_a_gpu_a_step_never_makes_the_host_wait(model, loss, small, monkeypat
     monkeypatch.setattr(Trainer, "train_step", train_step)
     run = ("trainer.max_steps=8", "trainer.accumulation_steps=2", "device=cuda", f"model={model}", f"loss={loss}")
     Trainer(load_config(small(*run))).fit()
-
-
-# ---------------------------------------------------------------------------------------------------- a lost rank

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.costs.flops import update_flops
-from linrnn.training.checkpointer import foreseen_bytes
+from linrnn.training.checkpoint import foreseen_bytes
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import start
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -51,10 +51,7 @@ def test_adamw_on_own_rows_takes_torchs_steps(mesh):
         assert isinstance(state["exp_avg"], DTensor), "checkpoints keep whole moments"
 
 
-def muon_of(matrices: list[Tensor]) -> torch.optim.Optimizer:
-    model = nn.Module()
-    model.blocks = nn.ModuleList([nn.ParameterList(matrices)])
-    return build_optimizer(model, load_config(["optimizer=muon", "optimizer.lr=0.1"]).optimizer, CPU)
+SHAPES = (5, 7), (8, 4), (1, 6)  # of the second one each rank has as many rows, of the third one rank has none
 
 
 def updated_by_muon(rank: int, world_size: int, folder: str) -> None:
@@ -63,27 +60,27 @@ def updated_by_muon(rank: int, world_size: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
-    wholes = [torch.randn(rows, columns) for rows, columns in ((5, 7), (8, 4), (1, 6))]
+    wholes = [torch.randn(shape) for shape in SHAPES]
     matrices = [nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)])) for whole in wholes]
-    optimizer = muon_of(matrices)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ParameterList(matrices)])
+    optimizer = build_optimizer(model, load_config(["optimizer=muon", "optimizer.lr=0.1"]).optimizer, CPU)
     for _ in range(3):
         for matrix in matrices:
             matrix.grad = distribute_tensor(torch.randn(matrix.shape), mesh, [Shard(0)])
         optimizer.step()
-    held = {f"{i}/mean": optimizer.state[matrix]["momentum_buffer"] for i, matrix in enumerate(matrices)}
-    assert all(isinstance(mean, DTensor) for mean in held.values()), "checkpoints keep whole means"
-    held |= {str(i): matrix for i, matrix in enumerate(matrices)}
-    whole = {name: tensor.full_tensor().detach() for name, tensor in held.items()}
+    held = [(matrix, optimizer.state[matrix]["momentum_buffer"]) for matrix in matrices]
+    assert all(isinstance(mean, DTensor) for _, mean in held), "checkpoints keep whole means"
+    whole = [[tensor.full_tensor().detach() for tensor in pair] for pair in held]  # type: ignore[attr-defined]
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
     dist.destroy_process_group()
 
 
 def test_muon_on_rows_of_two_ranks_takes_torchs_steps_on_whole_matrices(tmp_path):
-    """One matrix has more rows on one rank, one has none there."""
     ranks = [start(updated_by_muon, rank, 2, str(tmp_path)) for rank in range(2)]
     torch.manual_seed(0)
-    matrices = [nn.Parameter(torch.randn(rows, columns)) for rows, columns in ((5, 7), (8, 4), (1, 6))]
+    matrices = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     config = load_config(["optimizer=muon"]).optimizer
     reference = torch.optim.Muon(
         matrices, lr=0.1, momentum=config.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
@@ -96,9 +93,9 @@ def test_muon_on_rows_of_two_ranks_takes_torchs_steps_on_whole_matrices(tmp_path
         rank.join(120)
         assert rank.exitcode == 0
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
-    for i, matrix in enumerate(matrices):
-        torch.testing.assert_close(found[str(i)], matrix.detach(), rtol=1e-6, atol=1e-6)
-        assert torch.equal(found[f"{i}/mean"], reference.state[matrix]["momentum_buffer"])
+    for matrix, (updated, mean) in zip(matrices, found, strict=True):
+        torch.testing.assert_close(updated, matrix.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(mean, reference.state[matrix]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 1e3, None])
@@ -109,7 +106,7 @@ def test_clipping_own_rows_gives_torchs_norm_and_gradients(mesh, max_norm):
     assert not isinstance(norm, DTensor)
     assert norm.item() == pytest.approx(expected.full_tensor().item(), rel=1e-6)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(_grad(one), _grad(other), rtol=1e-6, atol=0)
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=1e-6, atol=0)
 
 
 def test_sharded_and_whole_gradients_are_not_mixed(mesh):
@@ -119,8 +116,3 @@ def test_sharded_and_whole_gradients_are_not_mixed(mesh):
     for parameters in ([whole, *layer.parameters()], [*layer.parameters(), whole]):
         with pytest.raises(TypeError, match="some gradients are sharded"):
             clip_gradients(parameters, 1.0)
-
-
-def _grad(parameter: nn.Parameter) -> Tensor:
-    assert isinstance(parameter.grad, DTensor)
-    return parameter.grad.full_tensor()

@@ -1,26 +1,20 @@
 """A run's reported speed equals the wall clock's, over all processes of the run."""
 
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fitting import fitted
+from fitting import fitted, records, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
-from linrnn.runs.directory import SUMMARY
 from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training.trainer import Trainer
 
 TOKENS = 160  # of a step of the small run
-
-
-def step_records(trainer: Trainer) -> list[dict[str, Any]]:
-    return [record for record in read_jsonl(trainer.directory.metrics) if "train/loss_nats" in record]
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
@@ -35,17 +29,17 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, sma
 
     monkeypatch.setattr(JsonlWriter, "write", slow)
     options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=2", f"trainer.log_every={log_every}")
-    trainer = Trainer(load_config(small(*options)))
-    summary = trainer.fit()
+    trainer = fitted(small(*options))
+    summary = summary_of(trainer)
     assert summary["measured_steps"] == 6
     assert summary["tokens_per_second_is"] == "wall clock"
     writes = 6 if log_every == 1 else 1  # of steps 2 to 7
     assert summary["host_step_ms"] >= 0.99e3 * seconds * writes / 6
     assert summary["wall_step_ms"] >= summary["host_step_ms"]
     assert summary["tokens_per_second"] == pytest.approx(1e3 * TOKENS / summary["wall_step_ms"])
-    records = step_records(trainer)
-    assert min(record["speed/step_ms"] for record in records if "speed/step_ms" in record) < 1e3 * seconds
-    assert [r.get("speed/measured_steps") for r in records] == ([None, None] + [1] * 6 if log_every == 1 else [2, 4])
+    steps = records(trainer)
+    assert min(record["speed/step_ms"] for record in steps if "speed/step_ms" in record) < 1e3 * seconds
+    assert [r.get("speed/measured_steps") for r in steps] == ([None, None] + [1] * 6 if log_every == 1 else [2, 4])
     out = capsys.readouterr().out
     assert f"between steps  {summary['host_step_ms']:.1f} ms from step to step" in out
     assert "CPU-bound" not in out, "a CPU has no host beside it"
@@ -54,10 +48,10 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, sma
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch):
     """Each takes half a second every time. All steps, and the host's work between them, are counted once."""
-    from linrnn.training import checkpointer
+    from linrnn.training import checkpoint
     from linrnn.training import trainer as module
 
-    evaluate, save = module.evaluate, checkpointer.Checkpointer.save
+    evaluate, save = module.evaluate, checkpoint.Checkpointer.save
     pauses: list[float] = []
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +65,7 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch)
         return call
 
     monkeypatch.setattr(module, "evaluate", slowly(evaluate))
-    monkeypatch.setattr(checkpointer.Checkpointer, "save", slowly(save))
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(save))
     starts: list[float] = []
     step = Trainer.train_step
 
@@ -82,11 +76,11 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch)
     monkeypatch.setattr(Trainer, "train_step", train_step)
     every = ("trainer.valid_every=3", "trainer.checkpoint_every=3")
     options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=0", *every)
-    trainer = Trainer(load_config(small(*options)))
-    summary = trainer.fit()
+    trainer = fitted(small(*options))
+    summary = summary_of(trainer)
     assert summary["measured_steps"] == 8
     before_last = starts[-1] - starts[0]
-    last = step_records(trainer)[-1]["speed/wall_step_ms"] / 1e3
+    last = records(trainer)[-1]["speed/wall_step_ms"] / 1e3
     measured = summary["wall_step_ms"] * 8 / 1e3
     *between, _, _ = pauses  # the last checkpoint and validation follow the last step
     assert measured == pytest.approx(before_last + last - sum(between), abs=0.25)
@@ -133,7 +127,7 @@ def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(small, monkeyp
     assert shared["measured_steps"] == 0
     assert shared["train_loss_nats"] is not None
     assert shared["peak_memory_bytes"] > 0
-    timed = [record["step"] for record in step_records(trainer) if any(key.startswith("speed/") for key in record)]
+    timed = [record["step"] for record in records(trainer) if any(key.startswith("speed/") for key in record)]
     assert timed == [2, 3, 4], "of the process that had the GPU alone"
     said = capsys.readouterr().out
     assert "not measured: other runs shared the GPU" in said
@@ -147,10 +141,9 @@ def test_memory_that_runs_out_on_a_shared_gpu_is_a_failure_with_a_remedy(small, 
     monkeypatch.setattr(Trainer, "train_step", full)
     monkeypatch.setenv(SHARED_GPU, "1")
     trainer = Trainer(load_config(small()))
-    with pytest.raises(SharedGpuFullError) as failure:
+    with pytest.raises(SharedGpuFullError, match="lower jobs"):
         trainer.fit()
-    assert "lower jobs" in failure.value.remedy
-    summary = json.loads((trainer.directory.path / SUMMARY).read_text())
+    summary = summary_of(trainer)
     assert (summary["status"], summary["gpu_shared"]) == ("failed", True)
 
 
@@ -204,7 +197,7 @@ def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small, monkeypatch):
 def test_on_a_gpu_no_record_beside_a_validation_stands_out(small):
     """The host reads the last step before a validation at once, and every other step after the next has begun."""
     trainer = fitted(small("trainer.max_steps=30", "trainer.valid_every=4", "device=cuda"))
-    measured = [r for r in step_records(trainer) if "speed/step_ms" in r]
+    measured = [r for r in records(trainer) if "speed/step_ms" in r]
     assert len(measured) == 30 - trainer.plan.unmeasured_steps
     for record in measured:
         assert record["speed/wall_step_ms"] >= 0.99 * record["speed/step_ms"], record["step"]

@@ -68,8 +68,7 @@ def _evaluate_loss(config: EvaluateConfig) -> dict[str, Any]:
     arch = plan.architecture(vocab_size(directory))
     shape = (trainer.batch_size * trainer.seq_len, arch.hidden_size, arch.vocab_size)
     of_loss = loss_memory(here.loss, *shape, compute_dtype(plan.precision).itemsize)
-    lighter = ["batch_size=1"] * (trainer.batch_size > 1) + ["loss=cce_kahan"] * (not here.loss.name.startswith("cce"))
-    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0, " or ".join(lighter))
+    check_reading_fits(arch, plan.device, of_loss[0] if of_loss else 0)
     data = open_data(directory, trained.data, here.data)
     model = read_model(directory, arch, plan.device, parameter_dtype(plan.precision))
     shards = data.valid if config.split == "valid" else data.train
@@ -96,7 +95,7 @@ def export(config: ExportConfig) -> None:
     """Export a model as a Hugging Face directory."""
     import torch
 
-    from linrnn.inference.export import check_output, export, push_to_hub
+    from linrnn.inference.export import check_output, export
     from linrnn.inference.load import load_trained
 
     check_output(Path(config.output))  # before the model is loaded, which takes longer
@@ -108,22 +107,19 @@ def export(config: ExportConfig) -> None:
     print(f"  import fla, transformers; transformers.AutoModelForCausalLM.from_pretrained({config.output!r})")
     flash = ", and the flash_attn package" * (trained.model.config.model_type == "transformer")
     print(f"    # without linrnn; FLA's kernels need a GPU{flash}")
-    if config.push_to_hub:
-        print(f"uploaded to {push_to_hub(Path(config.output), config.push_to_hub, private=config.hub_private)}")
 
 
 def generate(config: GenerateConfig) -> None:
     """Generate text from a model."""
-    from linrnn.inference.generate import Stream, prompts, samples
+    from linrnn.inference.generate import Printer, prompts, samples
     from linrnn.inference.load import load_trained
     from linrnn.models import tuning
     from linrnn.training.runtime import resolve_device
 
     trained = load_trained(config.checkpoint, resolve_device(config.device))
-    stream = Stream(trained)
+    printer = Printer(trained)
     with tuning.show_progress():
         for one in prompts(config):
-            for number, sample in enumerate(samples(trained, one, stream.show), start=1):
-                stream.end(*sample)
+            for number, _ in enumerate(samples(trained, one, printer), start=1):
                 if number < one.n_samples:
                     say("---")

@@ -17,7 +17,7 @@ from linrnn.config.steps import CONSTANT, horizon, sequences_per_step
 # records their values.
 OPERATIONAL = {
     *("trainer.max_steps", "trainer.max_tokens", "trainer.resume", "trainer.log_every", "trainer.valid_every"),
-    *("trainer.sample_every", "trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
+    *("trainer.checkpoint_every", "trainer.checkpoint_minutes", "trainer.keep_checkpoints"),
     *("trainer.warmup_measurement_steps", "trainer.kernel_choices", "trainer.profile_steps", "trainer.memory_snapshot"),
     *("device", "dry_run", "gpu", "gpu_price", "group", "run_name", "results_dir", "data.cache_dir", "data.verify"),
     *("parallel.timeout_seconds", "parallel.blocks_together", "parallel.keep_gathered"),

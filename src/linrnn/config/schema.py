@@ -344,7 +344,6 @@ class TrainerConfig:
     deterministic: bool = option(False, "true: deterministic algorithms only; an operation without one is an error")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", minimum=1)
     valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
-    sample_every: int | None = option(None, "steps between samples of text; not with fsdp, vocab or compile", minimum=1)
     valid_tokens: int | None = option(100000, "tokens of the validation set to read; null: all", minimum=1)
     checkpoint_every: int | None = option(
         None, "null: only by the clock and at the end; 0: only when interrupted", minimum=0
@@ -604,8 +603,6 @@ class ExportConfig:
 
     checkpoint: str = option(MUST_BE_GIVEN, "a run (its newest checkpoint) or one of its checkpoints", path="read")
     output: str = option(MUST_BE_GIVEN, "a new directory for configuration, weights and tokenizer", path="written")
-    push_to_hub: str | None = option(None, "OWNER/NAME on the Hugging Face hub: the directory is uploaded there, too")
-    hub_private: bool = option(True, "true: a repository that push_to_hub makes is private")
 
 
 @dataclass

@@ -50,7 +50,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
                 yield ranks
             except BaseException as error:
                 raise _conclusion(watch, store, ranks, error) from error
-            _leave(watch, store, launch)
+            _leave(watch, store, ranks)
     finally:
         watch.end()
     dist.destroy_process_group()
@@ -107,7 +107,13 @@ def _signals(watch: Watch) -> Iterator[None]:
 def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error: BaseException) -> BaseException:
     """The exception that this rank raises at its end. A failure that several ranks share is reported once."""
     error = ranks.explain(error)
-    mine, failure = not isinstance(error, RankFailedError), _as_failure(ranks.rank, error)
+    mine = not isinstance(error, RankFailedError)
+    if isinstance(error, LinrnnError):
+        failure = Failure(ranks.rank, error.cause, error.remedy, error.exit_code)
+    elif isinstance(error, KeyboardInterrupt):
+        failure = Failure(ranks.rank, "interrupted", "run the same command again to continue", 130)
+    else:
+        failure = Failure(ranks.rank, described(error), "see the output of that rank", 1)
     with contextlib.suppress(RuntimeError, OSError):  # without the store every rank reports for itself
         recorded = watch.record(failure)
         same = mine and recorded.rank != ranks.rank and recorded.cause == failure.cause
@@ -116,26 +122,18 @@ def _conclusion(watch: Watch, store: dist.Store, ranks: DistributedRanks, error:
     if mine and not watch.patient:
         time.sleep(watch.NOTICE_SECONDS)  # other ranks read the cause before this process closes the connections
     else:
-        _leave(watch, store, Launch(ranks.rank, world_size=ranks.world_size))
+        _leave(watch, store, ranks)
     return error
 
 
-def _as_failure(rank: int, error: BaseException) -> Failure:
-    if isinstance(error, LinrnnError):
-        return Failure(rank, error.cause, error.remedy, error.exit_code)
-    if isinstance(error, KeyboardInterrupt):
-        return Failure(rank, "interrupted", "run the same command again to continue", 130)
-    return Failure(rank, described(error), "see the output of that rank", 1)
-
-
-def _leave(watch: Watch, store: dist.Store, launch: Launch) -> None:
+def _leave(watch: Watch, store: dist.Store, ranks: Ranks) -> None:
     """Wait until every rank is here or dead. After a failure, wait no longer than the grace time."""
     with contextlib.suppress(RuntimeError, OSError):  # the rank that held the store has left
         store.add(_LEFT, 1)
         until = time.monotonic() + watch.GRACE_SECONDS
-        while store.add(_LEFT, 0) + len(watch.dead()) < launch.world_size:
+        while store.add(_LEFT, 0) + len(watch.dead()) < ranks.world_size:
             if watch.failure and not watch.patient and time.monotonic() > until:
                 return
             time.sleep(watch.POLL_SECONDS / 4)
-        if launch.rank == 0:
+        if ranks.is_first:
             time.sleep(watch.POLL_SECONDS)  # the store may go with this process

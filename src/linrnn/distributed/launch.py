@@ -54,23 +54,12 @@ def environments(ranks: int) -> list[dict[str, str]]:
     """
     if ranks == 1:
         return [{}]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_new_port())}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-_ports: set[int] = set()  # that this process has given away: their ranks may not listen yet
-
-
-def _new_port() -> int:
-    while True:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        if port not in _ports:
-            _ports.add(port)
-            return port
 
 
 @contextlib.contextmanager

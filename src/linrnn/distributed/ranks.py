@@ -55,7 +55,7 @@ class Ranks:
         return model
 
     def copy_first(self, model: nn.Module) -> None:
-        """Give every copy of the model the first one's weights. GPUs of two kinds draw other random numbers."""
+        """Give every copy of the model the first one's weights: GPUs of two kinds draw other random numbers."""
 
     def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which passes keep their gradients on their rank. The next pass outside it sums them."""
@@ -105,10 +105,8 @@ class Ranks:
         return prepare()
 
     def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
-        """From now on only the trainer handles signals.
-
-        `when_lost` is called if this rank must be ended from outside, because another rank has failed and this one
-        hangs.
+        """From now on only the trainer handles signals. `when_lost` is called before this rank is ended because it
+        hangs after another has failed.
         """
 
     def end_together(self) -> None:

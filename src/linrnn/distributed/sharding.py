@@ -166,10 +166,9 @@ def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
     each = shard_rows(vocab_size, ranks)
     shards = [min(each, max(0, vocab_size - rank * each)) for rank in range(ranks)]
     if shards[-1] == 0:
-        raise ConfigError(
-            f"parallel=vocab: a vocabulary size of {vocab_size} in shards of {each} leave some of {ranks} ranks empty",
-            "use fewer parallel.shard_ranks, a larger size.vocab_size, or parallel=fsdp",
-        )
+        cause = f"a vocabulary size of {vocab_size} in shards of {each} leave some of {ranks} ranks empty"
+        remedy = "use fewer parallel.shard_ranks, a larger size.vocab_size, or parallel=fsdp"
+        raise ConfigError(f"parallel=vocab: {cause}", remedy)
     return shards
 
 
@@ -193,17 +192,12 @@ def shard_rows(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-class ShardedEmbedding(nn.Module):
-    """An embedding (V, D) sharded by rows."""
+class GatheredEmbedding(nn.Module):
+    """An embedding (V, D) sharded by rows, gathered in its own dtype for each lookup."""
 
     def __init__(self, weight: nn.Parameter, padding_idx: int | None) -> None:
         super().__init__()
-        self.weight = weight
-        self.padding_idx = padding_idx
-
-
-class GatheredEmbedding(ShardedEmbedding):
-    """Gathered in its own dtype for each lookup."""
+        self.weight, self.padding_idx = weight, padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) ids to (…, D)."""
@@ -213,17 +207,15 @@ class GatheredEmbedding(ShardedEmbedding):
 def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """The whole of a sharded matrix, (V, D) in `dtype`. Its gradient is summed over the group's ranks and scattered."""
     assert isinstance(weight, DTensor)
-    mesh = weight.device_mesh
-    return _Gather.apply(weight.to_local(), len(weight), dtype, mesh)
+    return _Gather.apply(weight.to_local(), len(weight), dtype, weight.device_mesh.get_group("shard"))
 
 
 class _Gather(torch.autograd.Function):
     """All-gather of rows in `dtype`. Backward: reduce-scatter of their gradient in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh, ctx.local_rows, ctx.dtype = mesh, len(local), local.dtype
-        group = mesh.get_group("shard")
+    def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.local_rows, ctx.dtype = group, len(local), local.dtype
         each = shard_rows(rows, group.size())
         padded = local.new_zeros(each, local.shape[1], dtype=dtype)
         padded[: len(local)] = local
@@ -233,25 +225,27 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        group = ctx.mesh.get_group("shard")
-        each = shard_rows(len(grad), group.size())
+        each = shard_rows(len(grad), ctx.group.size())
         whole = grad.float().contiguous()
-        if len(grad) < each * group.size():
-            whole = grad.new_zeros(each * group.size(), grad.shape[1], dtype=torch.float32)
+        if len(grad) < each * ctx.group.size():
+            whole = grad.new_zeros(each * ctx.group.size(), grad.shape[1], dtype=torch.float32)
             whole[: len(grad)] = grad
         part = whole.new_empty(each, grad.shape[1])
-        reduce_scatter(part, whole, group)
+        reduce_scatter(part, whole, ctx.group)
         return part[: ctx.local_rows].to(ctx.dtype), None, None, None
 
 
-class VocabularyParallelEmbedding(ShardedEmbedding):
+class VocabularyParallelEmbedding(GatheredEmbedding):
     """Rows stay on their ranks. Every rank looks up the ids of all ranks of the group."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) ids, the same number on every rank, to (…, D)."""
-        assert isinstance(self.weight, DTensor)
-        local, mesh = self.weight.to_local(), self.weight.device_mesh
-        return _LookUp.apply(local, ids.flatten(), len(self.weight), self.padding_idx, mesh).view(*ids.shape, -1)
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        group = weight.device_mesh.get_group("shard")
+        return _LookUp.apply(weight.to_local(), ids.flatten(), len(weight), self.padding_idx, group).view(
+            *ids.shape, -1
+        )
 
 
 class _LookUp(torch.autograd.Function):
@@ -261,8 +255,9 @@ class _LookUp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, mesh: DeviceMesh) -> Tensor:
-        group = mesh.get_group("shard")
+    def forward(
+        ctx: Any, local: Tensor, ids: Tensor, rows: int, padding_idx: int | None, group: dist.ProcessGroup
+    ) -> Tensor:
         every = ids.new_empty(group.size() * len(ids))
         all_gather(every, ids.contiguous(), group)
         here = every - group.rank() * shard_rows(rows, group.size())
@@ -272,14 +267,14 @@ class _LookUp(torch.autograd.Function):
         reduce_scatter(mine, vectors, group)
         nowhere = elsewhere if padding_idx is None else elsewhere | (every == padding_idx)
         ctx.save_for_backward(here.masked_fill(nowhere, len(local)))
-        ctx.mesh, ctx.rows = mesh, len(local)
+        ctx.group, ctx.rows = group, len(local)
         return mine
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        group, (places,) = ctx.mesh.get_group("shard"), ctx.saved_tensors
+        (places,) = ctx.saved_tensors
         every = grad.new_empty(len(places), grad.shape[1])
-        all_gather(every, grad.contiguous(), group)
+        all_gather(every, grad.contiguous(), ctx.group)
         local = torch.ops.aten.embedding_dense_backward(every, places, ctx.rows + 1, -1, False)[: ctx.rows]
         return local, None, None, None, None
 

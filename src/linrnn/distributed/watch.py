@@ -81,6 +81,11 @@ class Watch:
         self._thread.start()
         return self
 
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self._thread.join()
+
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """The first known failure, after waiting for one at most so long."""
         self._noticed.wait(seconds)
@@ -88,8 +93,7 @@ class Watch:
 
     def record(self, failure: Failure) -> Failure:
         """Leave `failure` for all ranks. Returns the failure that was recorded first."""
-        text = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
-        return self._notice(Failure(**json.loads(text)))
+        return self._notice(self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure))))
 
     def dead(self) -> list[int]:
         """Ranks of this machine whose processes are gone."""
@@ -109,23 +113,18 @@ class Watch:
             self._signs.clear()
         self._store.add(f"{_ALIVE}/{self._rank}", 1)
         for rank in self._others:
-            if self._store.check([key := f"{_ALIVE}/{rank}"]):
-                number = self._store.get(key)
-                if self._signs.get(rank, (b"", 0.0))[0] != number:
-                    self._signs[rank] = number, now
+            number = self._known(f"{_ALIVE}/{rank}")
+            if number is not None and self._signs.get(rank, (b"", 0.0))[0] != number:
+                self._signs[rank] = number, now
         return [rank for rank, (_, read) in self._signs.items() if now - read >= self._timeout]
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._ended.set()
-        self._thread.join()
 
     def _run(self) -> None:
         while self.failure is None and not self._ended.wait(self.POLL_SECONDS):
             try:
                 self._look()
             except (RuntimeError, OSError):  # the process that held the store is gone
-                self._notice(Failure(0, "the process that joins the ranks is gone", "see its output", 1))
+                gone = Failure(0, "the process that joins the ranks is gone", "see its output", 1)
+                self._notice(json.dumps(asdict(gone)))
         if self._ended.wait(self.GRACE_SECONDS) or self.failure is None or self.patient:
             return
         error = self.failure.error()
@@ -139,44 +138,42 @@ class Watch:
             os._exit(error.exit_code)
 
     def _look(self) -> None:
-        if self._store.check([_FAILURE]):
-            self._notice(Failure(**json.loads(self._store.get(_FAILURE))))
+        if failure := self._known(_FAILURE):
+            self._notice(failure)
         for rank in self._others:
-            if rank not in self._neighbours and self._store.check([key := f"{_PROCESS}/{rank}"]):
-                machine, process = json.loads(self._store.get(key))
-                self._neighbours[rank] = process if machine == self._machine else 0
+            if rank not in self._neighbours and (process := self._known(f"{_PROCESS}/{rank}")):
+                machine, number = json.loads(process)
+                self._neighbours[rank] = number if machine == self._machine else 0
         for rank in self.dead():
             self.record(Failure(rank, "its process has died", "see its output and the system's log", 1))
         for rank in self.still():
             cause = f"its process stands still: no sign of life for {self._timeout:g} s"
             self.record(Failure(rank, cause, "see whether it was stopped, and whether its machine answers", 1))
 
-    def _notice(self, failure: Failure) -> Failure:
+    def _known(self, key: str) -> bytes | None:
+        """The value of a key of the store, if it has one."""
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def _notice(self, text: str | bytes) -> Failure:
+        failure = Failure(**json.loads(text))
         self.failure = self.failure or failure
         self._noticed.set()
-        return self.failure
+        return failure
 
 
 def _machine() -> str:
     """A name for this machine. Processes with the same name see each other's process ids.
 
-    Machines may share a host's name (`localhost`), and the number of a namespace is the same on many machines. So the
-    name holds the id that Linux draws at each start of a machine.
+    Machines may share a host's name, and the number of a namespace is the same on many. Linux draws an id at each boot.
     """
-    words = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        words += [os.readlink("/proc/self/ns/pid"), _BOOT.read_text(encoding="utf-8").strip()]
-    return " ".join(words)
+        return f"{os.readlink('/proc/self/ns/pid')} {_BOOT.read_text(encoding='utf-8').strip()}"
+    return socket.gethostname()
 
 
 def _alive(process: int) -> bool:
     """Whether a process runs. A zombie has ended, but its parent has not read its exit code yet."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with contextlib.suppress(OSError):  # it has ended just now
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
-    return False
+    except OSError:
+        return not Path("/proc/self").exists()  # macOS does not tell

@@ -13,17 +13,15 @@ dtype. The logits are then those of the run; `from_pretrained(dtype=…)` casts.
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from linrnn.config import overrides_of, to_yaml
+from linrnn.config.schema import Config
 from linrnn.core.checksums import write_checksums
-from linrnn.core.errors import ConfigError, DataError, StorageError, UnsupportedError, first_line
+from linrnn.core.errors import ConfigError, StorageError, UnsupportedError, first_line
 from linrnn.core.files import read_object
 from linrnn.inference.load import Trained
-from linrnn.models import open_pretrained
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.environment import without_machine_paths
 
@@ -56,13 +54,12 @@ model = transformers.AutoModelForCausalLM.from_pretrained(".")
 
 
 def export(trained: Trained, output: Path) -> None:
-    """Write `trained` to `output`, whole or not at all. Then read it back and compare every parameter.
+    """Write `trained` to `output`, whole or not at all.
 
     Raises:
         ConfigError: `trained` is not from a run, or `output` exists already.
         UnsupportedError: its projections are shared, or its logits are capped.
         StorageError: `output` cannot be written.
-        DataError: the written model differs from `trained`.
     """
     if trained.config is None:
         raise ConfigError(f"{trained.source} is a Hugging Face directory already", "name a run or a checkpoint")
@@ -78,43 +75,12 @@ def export(trained: Trained, output: Path) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write(trained, partial)
+        _write(trained, trained.config, partial)
+        partial.rename(output)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(error, "strerror", None) or first_line(error)
         raise StorageError(f"{output} cannot be written ({reason})", "free space or choose another output") from error
-    try:
-        _compare(trained.model, partial)
-    except DataError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    try:
-        partial.rename(output)
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written ({error.strerror})", "choose another output") from error
-
-
-def push_to_hub(directory: Path, name: str, *, private: bool) -> str:
-    """Upload an exported directory as a model of the hub, with the token of `hf auth login`. Returns its address.
-
-    Raises:
-        StorageError: the hub refuses it or cannot be reached. The directory stays.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
-
-    hub = HfApi()
-    try:
-        address = hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload a model of linrnn")
-    except HFValidationError as error:
-        raise ConfigError(f"push_to_hub={name}: {first_line(error)}", "give it as OWNER/NAME") from error
-    except Exception as error:  # of the network, of HTTP, of a token
-        raise StorageError(
-            f"{name} was not uploaded to the hub ({first_line(error)})",
-            f"log in (hf auth login), then: hf upload {name} {directory}",
-        ) from error
-    return str(address)
 
 
 def check_output(output: Path) -> None:
@@ -123,25 +89,23 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"output={output} is there already", "choose another output, or move it away")
 
 
-def _write(trained: Trained, directory: Path) -> None:
-    assert trained.config is not None
+def _write(trained: Trained, config: Config, directory: Path) -> None:
     model = trained.model.float()
     model.config.use_cache = model.generation_config.use_cache = True
     model.save_pretrained(directory)
     for name, text in (trained.tokenizer.files() if trained.tokenizer else {}).items():
         (directory / name).write_text(text, encoding="utf-8")
     configuration = directory / "linrnn_config.yaml"
-    configuration.write_text(to_yaml(trained.config), encoding="utf-8")
+    configuration.write_text(to_yaml(config), encoding="utf-8")
     for file in directory.iterdir():
         shutil.copymode(configuration, file)  # safetensors gives its files to their owner alone
     write_checksums(directory)
-    (directory / "README.md").write_text(card(trained), encoding="utf-8")  # not checked, because its owner edits it
+    (directory / "README.md").write_text(_card(trained, config), encoding="utf-8")  # not checked: its owner edits it
 
 
-def card(trained: Trained) -> str:
+def _card(trained: Trained, config: Config) -> str:
     """The model card of a run's checkpoint. Losses and tokens are there if the checkpoint is the run's last."""
-    assert trained.config is not None
-    config, run, step = trained.config, trained.source.parent.parent, int(trained.source.name.rpartition("_")[2])
+    run, step = trained.source.parent.parent, int(trained.source.name.rpartition("_")[2])
     summary = read_object(run / SUMMARY) if (run / SUMMARY).exists() else {}
     lines = [
         f"* Model: {config.model.name}, {sum(x.numel() for x in trained.model.parameters()):,} parameters",
@@ -150,20 +114,8 @@ def card(trained: Trained) -> str:
     ]
     if summary.get("steps") == step:
         lines[-1] += f", {summary['tokens']:,} tokens, training loss {summary['train_loss_nats']:.4f} nats"
-        if summary.get("valid_loss_nats") is not None:
-            perplexity = summary["valid_perplexity"]
-            lines.append(f"* Validation: {summary['valid_loss_nats']:.4f} nats a token, perplexity {perplexity:.2f}")
+        if (valid := summary.get("valid_loss_nats")) is not None:
+            lines.append(f"* Validation: {valid:.4f} nats a token, perplexity {summary['valid_perplexity']:.2f}")
     command = shlex.join(["python", "train.py", *without_machine_paths(overrides_of(config))])
     flash = ", with the flash_attn package" * (trained.model.config.model_type == "transformer")
     return CARD.format(title=run.name, lines="\n".join(lines), command=command, flash=flash)
-
-
-def _compare(model: Any, directory: Path) -> None:
-    written = open_pretrained(directory, torch.device("cpu")).state_dict()
-    expected = model.state_dict()
-    different = [n for n in expected if n not in written or not torch.equal(expected[n].cpu(), written[n])]
-    if different or written.keys() - expected.keys():
-        raise DataError(
-            f"{different[0] if different else 'a parameter'} differs after reading it back",
-            "this is a bug: please report it",
-        )

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from linrnn.config import read_config
-from linrnn.config.schema import Config, DataConfig, MarkovDataConfig, TokenizedDataConfig
+from linrnn.config.schema import Config, DataConfig, MarkovDataConfig
 from linrnn.core.errors import ConfigError
-from linrnn.data import PreparedData, prepare, vocabulary_size
+from linrnn.data import PreparedData, prepare
 from linrnn.data.markov import END
 from linrnn.data.tokenizer import Tokenizer, load_tokenizer
 from linrnn.models import BlankModel, LanguageModel, open_pretrained
@@ -101,34 +101,23 @@ def open_data(directory: Path, own: DataConfig, data: DataConfig) -> PreparedDat
         ConfigError: the data's tokens are not the model's.
         DataError: the data is damaged or missing.
     """
-    _check_vocabulary(directory, own, data)
-    prepared = prepare(data)
-    if prepared.tokenizer:  # not checked for generated text: a model may read the text of another chain
-        check_tokens(directory, prepared)
-    return prepared
-
-
-def _check_vocabulary(directory: Path, own: DataConfig, data: DataConfig) -> None:
-    """Before anything is prepared, reject tokens that the model does not have."""
-    generated = isinstance(data, MarkovDataConfig)
-    if generated != isinstance(own, MarkovDataConfig):
+    generated, its_own = (isinstance(one, MarkovDataConfig) for one in (data, own))
+    if generated != its_own:
         kinds = "generated tokens", "text"
         raise ConfigError(
             f"data={data.name} gives {kinds[not generated]}, and {directory} was trained on {kinds[generated]}",
             "leave data out for the run's own, or choose data like it",
         )
-    if (
-        isinstance(data, TokenizedDataConfig)
-        and data.tokenizer is None
-        and vocabulary_size(data) == vocabulary_size(own)
-    ):
-        return  # a tokenizer that is trained on small text has a smaller vocabulary than named
-    entries, its_own = vocabulary_size(data), vocab_size(directory)
-    if entries > its_own:
+    prepared = prepare(data)
+    if prepared.tokenizer:  # not checked for generated text: a model may read the text of another chain
+        check_tokens(directory, prepared)
+    if prepared.vocab_size > (entries := vocab_size(directory)):
         raise ConfigError(
-            f"data={data.name} has a vocabulary of {entries:,}, the model of {directory} one of {its_own:,}",
-            "leave data out for the run's own, or tokenise with the run's tokenizer.json (data.tokenizer=…)",
+            f"data={data.name} has a vocabulary of {prepared.vocab_size:,}, the model of {directory} one of "
+            f"{entries:,}",
+            "leave data out for the run's own",
         )
+    return prepared
 
 
 def directory_of_tokenizer(of_checkpoint: Path) -> Path | None:

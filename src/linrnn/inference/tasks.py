@@ -61,19 +61,12 @@ def evaluate_tasks(trained: Trained, config: EvaluateConfig, manager: Any) -> di
         for name, text in trained.tokenizer.files().items():
             write_text(Path(folder, name), text)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    run = trained.config
-    model = HFLM(
-        trained.model,
-        backend="causal",
-        tokenizer=tokenizer,
-        batch_size=config.batch_size or 1,
-        max_length=config.seq_len or (run.trainer.seq_len if run else None),
-    )
+    length = config.seq_len or (trained.config.trainer.seq_len if trained.config else None)
+    sizes = {"batch_size": config.batch_size or 1, "max_length": length}
+    model = HFLM(trained.model, backend="causal", tokenizer=tokenizer, **sizes)
     limit = config.tasks_limit
     try:
         return simple_evaluate(model, tasks=config.tasks, limit=limit, task_manager=manager, log_samples=False)
     except OSError as error:  # of `datasets`, the hub and the network
-        raise DataError(
-            f"the data of tasks={config.tasks} cannot be read: {first_line(error)}",
-            "check the connection, or the data files that the task's YAML names",
-        ) from error
+        remedy = "check the connection, or the data files that the task's YAML names"
+        raise DataError(f"the data of tasks={config.tasks} cannot be read: {first_line(error)}", remedy) from error

@@ -1,45 +1,52 @@
-"""Checkpoints without pickle: what one holds, how to find a sound one, and how to load it.
-
-:mod:`linrnn.training.checkpointer` writes them.
+"""Checkpoints without pickle: how one is written, found, checked and loaded.
 
 `checkpoints/step_00000200/` holds
 
     tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; the optimizer's state as
                            `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face
                            format: names, shapes and offsets in the headers, no pickled .metadata
-    rng.safetensors        states of torch's generators
-    state.json             a Progress, Python's and numpy's generators, sha256 of all files above
     config.yaml            the run's configuration, so that a checkpoint explains itself
+    state.json             a Progress, the states of torch's generators, sha256 of all files above and of itself
 
 Any number of ranks can read it, with any sharding: each reads its own part, alone.
 """
 
+import contextlib
 import hashlib
 import json
-import random
+import math
+import os
 import shlex
+import shutil
+import threading
+import time
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
-from linrnn.config import nearest
+from linrnn.config.schema import TrainerConfig
 from linrnn.core.checksums import sha256
-from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.core.errors import ConfigError, DataError, StorageError, first_line
+from linrnn.core.machine import size_in_words
 from linrnn.core.output import say
 
-TENSORS, RNG, STATE, CONFIG = "tensors", "rng.safetensors", "state.json", "config.yaml"
+TENSORS, STATE, CONFIG = "tensors", "state.json", "config.yaml"
 PREFIX, PARTIAL = "step_", ".partial"
 HASHING_THREADS = 4
+FILE_BYTES = 2 << 30  # a file is assembled in memory, so its size is limited
 Tensors = dict[str, torch.Tensor]
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @dataclass
@@ -69,17 +76,204 @@ class Progress:
     continues: dict[str, Any] | None = None
 
 
-def read_progress(path: Path) -> Progress:
-    """The progress of a checkpoint.
+# ----------------------------------------------------------------------------------------------------------- write
+class Checkpointer:
+    """Writes the checkpoints of a run, one at a time. Every rank has one, and all call it at the same steps.
+
+    Training only stops for a copy into the CPU's memory. A thread writes the copy aside (`.partial`), checksums,
+    flushes and renames it: a checkpoint is whole or not there. Every rank writes the parts that only it holds; replicas
+    are divided among the ranks that hold them.
+
+    Args:
+        root: the run's checkpoints/, which all ranks see.
+        keep: how many of the newest are kept.
+
+    Attributes:
+        saved_step: step of the newest checkpoint, or the one at which this process began.
+    """
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self._root, self._keep = root, keep
+        self.saved_step, self._saved_at = 0, time.monotonic()
+        # A group of its own, so that neither this thread nor training waits for the other's collectives.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._rank = dist.get_rank() if self._group else 0
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, step: int) -> None:
+        """This process trains on from `step`. The first rank deletes what an earlier one was writing when it was
+        killed, and the run's checkpoints beyond `step`: they are damaged, or the run would go on from there.
+        """
+        self.saved_step, self._saved_at = step, time.monotonic()
+        if self._rank == 0:
+            beyond = [path for path in found(self._root) if path.name > directory_of(self._root, step).name]
+            for path in (*beyond, *self._root.glob(f"{PREFIX}*{PARTIAL}")):
+                shutil.rmtree(path)
+
+    def is_due(self, trainer: TrainerConfig) -> bool:
+        """Whether a checkpoint is due by this process's clock."""
+        if trainer.checkpoint_every == 0 or trainer.checkpoint_minutes is None:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * trainer.checkpoint_minutes
+
+    def save(
+        self, progress: Progress, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config_yaml: str
+    ) -> None:
+        """Copy the state now. Write it in the background, after the previous checkpoint is written.
+
+        Args:
+            model: the Hugging Face module; the files use the names of its state dict.
+
+        Raises:
+            StorageError: the previous checkpoint could not be written.
+        """
+        self.wait()
+        stager = DefaultStager(StagingOptions(*[False] * 4))  # neither pinned nor shared memory, and at once
+        tensors = stager.stage({**model_tensors(model), **optimizer_tensors(model, optimizer)})
+        stager.close()
+        state = {**asdict(progress), "generators": generators()}
+        arguments = (directory_of(self._root, progress.step), tensors, state, config_yaml)
+        self._thread = threading.Thread(target=self._try, args=arguments, name="linrnn-checkpoint", daemon=True)
+        self._thread.start()
+        self.saved_step, self._saved_at = progress.step, time.monotonic()
+
+    @property
+    def failed(self) -> bool:
+        """Whether :meth:`wait` would raise at once. Never waits."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Raises:
+            StorageError: one rank could not write it. All ranks raise.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def _try(self, target: Path, tensors: Tensors, state: dict[str, Any], config_yaml: str) -> None:
+        """In the background: write all files, then give the directory its name."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
+        partial = target.with_name(target.name + PARTIAL)
+        try:
+            write(tensors, partial / TENSORS, self._group)
+            own = partial.glob(f"{TENSORS}/shard-{self._rank + 1:05d}-*")
+            for those in self._of_all(checksums(partial, [str(path.relative_to(partial)) for path in own])):
+                state.setdefault("sha256", {}).update(those)
+            error = None
+            try:
+                if self._rank == 0:
+                    self._publish(target, partial, state, config_yaml)
+            except OSError as problem:
+                error = problem
+            for failure in filter(None, self._of_all(error)):
+                raise failure
+        except (OSError, SafetensorError) as problem:
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            self._error = StorageError(
+                f"checkpoint of step {int(target.name.removeprefix(PREFIX))} was not written ({problem})",
+                "free space or choose another results_dir; earlier checkpoints are untouched",
+            )
+            self._error.__cause__ = problem
+        except BaseException as problem:  # wait() raises it
+            self._error = problem
+
+    def _publish(self, target: Path, partial: Path, state: dict[str, Any], config_yaml: str) -> None:
+        (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
+        state["sha256"] |= checksums(partial, [CONFIG])
+        write_state(partial, state)
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        partial.rename(target)
+        sync(target.parent)
+        for path in found(self._root)[: -self._keep]:
+            shutil.rmtree(path)
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """The value of each rank."""
+        values = [value]
+        if self._group is not None:
+            values = [None] * dist.get_world_size()
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
+    """Write this rank's share. Called by all ranks of `group` (CPU), or by a single process (None).
 
     Raises:
-        DataError: the checkpoint cannot be read.
+        OSError, SafetensorError: one rank cannot write. All ranks raise.
     """
-    state = read_state(path)
-    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
+    numbers, number, filled = {}, 1, 0  # of each tensor's file, the same on all ranks
+    for name, tensor in tensors.items():
+        size = math.ceil(tensor.nbytes / (tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1))
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + size
+    writer = dcp.HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=numbers, save_distributed=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as failure:
+        error = next(iter(failure.failures.values()))[0]  # of the first rank that failed
+        raise (error if isinstance(error, Exception) else RuntimeError(str(error))) from failure
 
 
-# ---------------------------------------------------------------------------------------------------- directories
+def sync(path: Path) -> None:
+    """Flush a file or a directory, so that the next rename never precedes the data on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:  # some file systems cannot flush a directory, and order renames themselves
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def foreseen_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a whole checkpoint, before the optimizer has a state: parameters, buffers and moments."""
+    tensors = list(model_tensors(model).values())
+    for group in optimizer.param_groups:
+        tensors += group["params"] * len(state_keys(group) - {"step"})
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def check_room(trainer: TrainerConfig, directory: Path, size: int, *, there: int, steps: int) -> str | None:
+    """Say when a run writes checkpoints, and compare their size with the free space. None for a run without them.
+
+    Args:
+        directory: the run's.
+        size: bytes of one checkpoint.
+        there: number of checkpoints that the run has already.
+        steps: number of steps that the run has left.
+
+    Raises:
+        StorageError: the disk has no room for the checkpoints that the run will certainly write.
+    """
+    every, minutes, keep = trainer.checkpoint_every, trainer.checkpoint_minutes, trainer.keep_checkpoints
+    if every == 0:
+        return None
+    free = shutil.disk_usage(directory).free
+    most = keep + 1 - min(there, keep)  # at once: one is complete before the oldest is deleted
+    certain = min(most, math.ceil(steps / (every or max(steps, 1))))
+    facts = f"a checkpoint takes {size_in_words(size)}, and {size_in_words(free)} are free in {directory}"
+    if certain * size > free:
+        remedy = "free space, choose another results_dir, or lower trainer.keep_checkpoints; "
+        remedy += "trainer.checkpoint_every=0 writes none"
+        raise StorageError(f"the disk has no room for {certain} checkpoint(s): {facts}", remedy)
+    if minutes is not None and most * size > free:
+        facts += f"; warning: too little for the {most} that a long run has at once (trainer.keep_checkpoints={keep})"
+    times = [f"every {every} steps"] * bool(every) + [f"every {minutes:g} minutes"] * (minutes is not None)
+    return f"checkpoints {', '.join([*times, 'and at the end'])}: {facts}"
+
+
+# ------------------------------------------------------------------------------------------------------------ find
 def directory_of(root: Path, step: int) -> Path:
     return root / f"{PREFIX}{step:08d}"
 
@@ -125,7 +319,7 @@ def required(key: str, source: str, remedy: str = "name a run's directory or one
 
     Args:
         key: the configuration key that names `source`, for messages.
-        remedy: what else to name. The run nearby whose name is most like `source` is added.
+        remedy: what else to name.
 
     Raises:
         ConfigError: there is none.
@@ -137,27 +331,22 @@ def required(key: str, source: str, remedy: str = "name a run's directory or one
     wrong = "holds no complete checkpoint" if path.is_dir() else "is no directory"
     if (path / "config.json").is_file():
         wrong = "is a Hugging Face directory, and no run"
-    roots = [*path.parent.glob("*/checkpoints"), *path.glob("*/checkpoints"), *path.glob("*/*/checkpoints")]
-    if runs := nearest(source, sorted(str(root.parent) for root in roots if found(root)), 1):
-        remedy = f"{remedy}, as {runs[0]}"
     raise ConfigError(f"{key}={source} {wrong}", remedy)
 
 
-# ------------------------------------------------------------------------------------------------------- checksums
 def damaged(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
         recorded = read_state(path)["sha256"]
     except DataError as error:
         return error.cause
-    for name in recorded:
-        if not (path / name).is_file():
-            return f"{name} is missing"
+    if missing := [name for name in recorded if not (path / name).is_file()]:
+        return f"{missing[0]} is missing"
     there = checksums(path, recorded)
-    different = [name for name, checksum in recorded.items() if there[name] != checksum]
-    if surplus := {str(file.relative_to(path)) for file in (path / TENSORS).glob("*")} - recorded.keys():
-        return f"{min(surplus)} is not one of its files"
-    return f"{different[0]} does not match its checksum" if different else None
+    if different := [name for name, checksum in recorded.items() if there[name] != checksum]:
+        return f"{different[0]} does not match its checksum"
+    surplus = {str(file.relative_to(path)) for file in (path / TENSORS).glob("*")} - recorded.keys()
+    return f"{min(surplus)} is not one of its files" if surplus else None
 
 
 def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
@@ -188,16 +377,120 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise DataError(f"{STATE} does not match its checksum", f"name another checkpoint than {directory}") from error
 
 
+# ------------------------------------------------------------------------------------------------------------ load
+def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore model, optimizer and generators in place. :func:`read_progress` reads the rest.
+
+    Raises:
+        ConfigError: names or shapes differ from the model's.
+        DataError: a file cannot be read.
+    """
+    load_model(path, model)
+    load_optimizer(path, model, optimizer)
+    for device, state in read_state(path)["generators"].items():
+        there = torch if device == "cpu" else torch.cuda
+        if device == "cpu" or torch.cuda.is_initialized():
+            there.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+
+
+def read_progress(path: Path) -> Progress:
+    """The progress of a checkpoint.
+
+    Raises:
+        DataError: the checkpoint cannot be read.
+    """
+    state = read_state(path)
+    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
+
+
+@torch.no_grad()
+def load_model(path: Path, model: torch.nn.Module) -> None:
+    """Restore the parameters only.
+
+    Raises:
+        ConfigError: names or shapes differ from the model's.
+        DataError: a file cannot be read.
+    """
+    tensors = model_tensors(model)
+    there = {name: shape for name, shape in shapes(path).items() if "/" not in name}
+    for name in sorted(there.keys() | tensors.keys()):
+        ours = tuple(tensors[name].shape) if name in tensors else "absent"
+        theirs = there.get(name, "absent")
+        if ours != theirs:
+            raise ConfigError(
+                f"{path}: {name} is {theirs} in the checkpoint and {ours} in this model",
+                "use the model, size and vocabulary that the checkpoint was trained with",
+            )
+    _read(tensors, path)
+
+
+def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's state (moments and step counts). Learning rates and weight decay stay as they are.
+
+    Raises:
+        ConfigError: another optimizer wrote the state.
+        DataError: a file cannot be read.
+    """
+    parameters = dict(model.named_parameters())
+    members = [(parameter, state_keys(group)) for group in optimizer.param_groups for parameter in group["params"]]
+    places = {id(parameter): (number, keys) for number, (parameter, keys) in enumerate(members)}
+    tensors: Tensors = {}
+    state: dict[int, Tensors] = {}
+    for full, shape in shapes(path).items():
+        name, _, key = full.partition("/")
+        if not key:
+            continue
+        parameter = parameters[name]
+        number, keys = places[id(parameter)]
+        if key not in keys:
+            its_own, weights = "muon" if key == "momentum_buffer" else "adamw", shlex.quote(f"init_from={path}")
+            raise ConfigError(
+                f"{path} holds {key} of {name}, which belongs to another optimizer",
+                f"use optimizer={its_own}, or {weights} continue_from=null for its weights alone",
+            )
+        # Sharded like its parameter, or a scalar that all ranks have.
+        like = shape == tuple(parameter.shape)
+        tensors[full] = torch.zeros_like(parameter, requires_grad=False) if like else torch.zeros(shape)
+        state.setdefault(number, {})[key] = tensors[full]
+    _read(tensors, path)
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The unsharded shape of every tensor of a checkpoint, by name.
+
+    Raises:
+        DataError: a file is missing or is not safetensors.
+    """
+    try:
+        metadata = dcp.HuggingFaceStorageReader(str(path / TENSORS)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return {name: tuple(entry.size) for name, entry in metadata.items()}  # type: ignore[union-attr]
+
+
+def _read(into: Tensors, path: Path) -> None:
+    """Fill tensors, or this rank's parts of them, with the values stored under their names in a checkpoint."""
+    try:
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(path / TENSORS)), no_dist=True)
+    except CheckpointException as failure:
+        raise _unreadable(path, next(iter(failure.failures.values()))[0]) from failure  # type: ignore[arg-type]
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    cause = f"{path / TENSORS} cannot be read as safetensors ({first_line(error)})"
+    return DataError(cause, "name another checkpoint")
+
+
 # --------------------------------------------------------------------------------------------------------- tensors
 def model_tensors(model: torch.nn.Module) -> Tensors:
     """Parameters and buffers by name. A tied one comes once, under its first name."""
-    tensors: Tensors = {}
-    seen: set[int] = set()
+    first_names: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor.detach()
-    return tensors
+        first_names.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(first_names.values())
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -215,129 +508,9 @@ def state_keys(group: dict[str, Any]) -> frozenset[str]:
     return frozenset({"momentum_buffer"} if "ns_steps" in group else {"step", "exp_avg", "exp_avg_sq"})
 
 
-def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The unsharded shape of every tensor below `directory`, by name.
-
-    Raises:
-        DataError: a file is missing or is not safetensors.
-    """
-    try:
-        metadata = dcp.HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise unreadable(directory, error) from error
-    return {name: tuple(entry.size) for name, entry in metadata.items()}  # type: ignore[union-attr]
-
-
-def unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read as safetensors ({first_line(error)})", "name another checkpoint")
-
-
-# ------------------------------------------------------------------------------------------------------------ load
-def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore model, optimizer and generators in place. :func:`read_progress` reads the rest.
-
-    Raises:
-        ConfigError: names or shapes differ from the model's.
-        DataError: a file cannot be read.
-    """
-    load_model(path, model)
-    load_optimizer(path, model, optimizer)
-    _restore_generators(path)
-
-
-@torch.no_grad()
-def load_model(path: Path, model: torch.nn.Module) -> None:
-    """Restore the parameters only.
-
-    Raises:
-        ConfigError: names or shapes differ from the model's.
-        DataError: a file cannot be read.
-    """
-    tensors = model_tensors(model)
-    there = {name: shape for name, shape in shapes(path / TENSORS).items() if "/" not in name}
-    for name in sorted(there.keys() | tensors.keys()):
-        ours = tuple(tensors[name].shape) if name in tensors else "absent"
-        theirs = there.get(name, "absent")
-        if ours != theirs:
-            raise ConfigError(
-                f"{path}: {name} is {theirs} in the checkpoint and {ours} in this model",
-                "use the model, size and vocabulary that the checkpoint was trained with",
-            )
-    _read(tensors, path / TENSORS)
-
-
-def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state (moments and step counts). Learning rates and weight decay stay as they are.
-
-    Raises:
-        ConfigError: another optimizer wrote the state.
-        DataError: a file cannot be read.
-    """
-    parameters = dict(model.named_parameters())
-    members = [(parameter, state_keys(group)) for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {id(parameter): number for number, (parameter, _) in enumerate(members)}
-    keys = {id(parameter): own for parameter, own in members}
-    tensors: Tensors = {}
-    state: dict[int, Tensors] = {}
-    for full, shape in shapes(path / TENSORS).items():
-        name, _, key = full.partition("/")
-        if not key:
-            continue
-        parameter = parameters[name]
-        if key not in keys[id(parameter)]:
-            its_own, weights = "muon" if key == "momentum_buffer" else "adamw", shlex.quote(f"init_from={path}")
-            raise ConfigError(
-                f"{path} holds {key} of {name}, which belongs to another optimizer",
-                f"use optimizer={its_own}, or {weights} continue_from=null for its weights alone",
-            )
-        # Sharded like its parameter, or a scalar that all ranks have.
-        like = shape == tuple(parameter.shape)
-        tensors[full] = torch.zeros_like(parameter, requires_grad=False) if like else torch.zeros(shape)
-        state.setdefault(numbers[id(parameter)], {})[key] = tensors[full]
-    _read(tensors, path / TENSORS)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _read(into: Tensors, directory: Path) -> None:
-    """Fill tensors, or this rank's parts of them, with the values stored under their names below `directory`.
-
-    Raises:
-        DataError: a file or a name is missing, or a file is not safetensors.
-    """
-    try:
-        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(directory)), no_dist=True)
-    except CheckpointException as failure:
-        raise unreadable(directory, next(iter(failure.failures.values()))[0]) from failure  # type: ignore[arg-type]
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise unreadable(directory, error) from error
-
-
-# ------------------------------------------------------------------------------------------------------ generators
-def generator_tensors() -> Tensors:
-    """States of torch's generators."""
-    tensors = {"cpu": torch.get_rng_state()}
+def generators() -> dict[str, str]:
+    """States of torch's generators by device, as hex digits."""
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors
-
-
-def generator_values() -> dict[str, Any]:
-    """States of Python's and numpy's global generators, as JSON values."""
-    kind, keys, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
-
-
-def _restore_generators(path: Path) -> None:
-    """Put back what :func:`generator_tensors` and :func:`generator_values` gave."""
-    try:
-        tensors = load_file(path / RNG)
-    except (SafetensorError, OSError) as error:
-        raise unreadable(path / RNG, error) from error
-    values = read_state(path)["generators"]
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(tensors["cuda"])
-    version, internal, gauss = values["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = values["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {device: state.numpy().tobytes().hex() for device, state in states.items()}

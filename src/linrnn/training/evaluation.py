@@ -100,23 +100,5 @@ def evaluate(
     )
 
 
-@torch.no_grad()
-def sample(model: LanguageModel, prompt: torch.Tensor, n_tokens: int, *, precision: str, seed: int) -> list[int]:
-    """A prompt of token ids, (T,), and `n_tokens` that the model draws after it. No generator of the run is touched.
-
-    All tokens are read again for each: slow, and right for every model.
-    """
-    device, ids_1T = prompt.device, prompt.unsqueeze(0)
-    generator = torch.Generator(device).manual_seed(seed)
-    model.eval()
-    for _ in range(n_tokens):
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16_autocast"):
-            logits_V = model.hf(ids_1T, use_cache=False).logits[0, -1].float()
-        drawn = torch.multinomial(logits_V.softmax(-1), 1, generator=generator)
-        ids_1T = torch.cat([ids_1T, drawn.unsqueeze(0)], dim=1)
-    model.train()
-    return ids_1T[0].tolist()
-
-
 def _without_labels(batch: Batch) -> Batch:
     return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0, n_bytes=None)

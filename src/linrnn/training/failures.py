@@ -5,16 +5,12 @@
 | a signal (Ctrl-C, SIGTERM, …) | interrupted | `Trainer._heed`, with a checkpoint |
 | a second signal | interrupted | KeyboardInterrupt, at once |
 | a loss or a gradient that is not finite | diverged | `RunLog.write`, `Evaluation.check_finite` |
-| memory ran out | out_of_memory | :func:`explained`, before the run :func:`while_built` |
+| memory ran out | out_of_memory | :func:`explained`, before the run `linrnn.config.cli` |
 | a model or its kernels cannot run here | unsupported | `linrnn.models.explain_refusal` |
 | another rank failed | that rank's | `Ranks.explain`, `linrnn.distributed.watch` |
 | all else, such as a full disk | failed | the error itself |
 """
 
-import contextlib
-from collections.abc import Iterator
-
-from linrnn.config.schema import Config
 from linrnn.core.errors import (
     DivergedError,
     InterruptedRun,
@@ -33,25 +29,6 @@ from linrnn.training.plan import Plan, lighter
 from linrnn.training.run_log import RunLog
 
 
-@contextlib.contextmanager
-def while_built(config: Config) -> Iterator[None]:
-    """Name what to lower if memory runs out inside the block, in which the model is built.
-
-    Raises:
-        OutOfMemoryError: memory ran out; SharedGpuFullError where other runs share the GPU.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
-            raise
-        budget = "" if config.memory_budget_gib is None else ", or a larger memory_budget_gib"
-        raise out_of_memory(
-            f"out of memory while the model was built: {first_line(error)}",
-            f"use a smaller size or size.vocab_size{budget}",
-        ) from error
-
-
 def explained(
     error: BaseException, where: str, ranks: Ranks, plan: Plan, architecture: Architecture, log: RunLog
 ) -> tuple[str, BaseException]:
@@ -59,7 +36,7 @@ def explained(
 
     Args:
         where: "at step 3".
-        log: prints the components of the memory where it ran out.
+        log: prints the components of the memory where it ran out, measured and by formulas.
     """
     if isinstance(error, InterruptedRun | KeyboardInterrupt):
         return "interrupted", error
@@ -69,7 +46,12 @@ def explained(
     if isinstance(failure, RankFailedError):
         return status_of(failure.exit_code), failure
     if ran_out_of_memory(error):
-        _print_memory(plan, architecture, log)
+        estimate = plan.memory_estimate(architecture)
+        lines = ["memory by component when it ran out:", *memory_lines(log.memory.report())]
+        if estimate:
+            lines += ["memory that a whole step was estimated to need:", *memory_lines(estimate.components())]
+        for line in lines:
+            log.line(line)
         full = out_of_memory(f"out of memory {where}: {first_line(error)}", f"try {lighter(plan.config)}")
         return status_of(full.exit_code), full
     if unsupported := explain_refusal(error, plan.config.model):
@@ -82,17 +64,3 @@ def explained(
         )
         failure.__cause__ = error
     return "failed", failure
-
-
-def _print_memory(plan: Plan, architecture: Architecture, log: RunLog) -> None:
-    """Print the components of the memory that ran out, measured and by formulas."""
-    estimate = plan.memory_estimate(architecture)
-    foreseen = plan.training_state(architecture) if estimate is None else estimate.components()
-    for line in (
-        "memory by component when it ran out:",
-        *memory_lines(log.memory.report()),
-        "memory that a whole step was estimated to need:",
-        *memory_lines(foreseen),
-        *([] if estimate else ["  all else: unknown"]),
-    ):
-        log.line(line)

@@ -55,30 +55,27 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.dev
         layers = {id(parameter) for parameter in layer_matrices(model.blocks)}  # type: ignore[arg-type]
         matrices = [name for name in names["decay"] if id(parameters[name]) in layers]
         names = {"matrices": matrices, **names, "decay": [name for name in names["decay"] if name not in matrices]}
-    groups: list[dict[str, Any]] = [
-        {
+    groups: dict[str, dict[str, Any]] = {
+        group: {
             "params": [parameters[name] for name in members],
             "weight_decay": 0.0 if group == "no_decay" else config.weight_decay,
             "name": group,
         }
         for group, members in names.items()
         if members
-    ]
+    }
     if not groups:
         raise ConfigError("no parameter of the model requires a gradient", "unfreeze some of its parameters")
-    if not isinstance(config, MuonConfig) or groups[0]["name"] != "matrices":
-        return _adamw(groups, config, device)
-    # Nesterov's momentum. An update is multiplied by 0.2 √max(rows, columns), which gives it the size of AdamW's, so
-    # that both share one rate (Liu et al. 2025, arXiv:2502.16982, section 2.2).
-    muon = Muon(
-        groups[:1], lr=config.lr, momentum=config.momentum, ns_steps=config.ns_steps, adjust_lr_fn="match_rms_adamw"
-    )
-    return MuonAndAdamW(muon, _adamw(groups[1:], config, device) if groups[1:] else None)
-
-
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig, device: torch.device) -> "AdamW":
-    fused, betas = device.type in ("cpu", "cuda"), (config.beta1, config.beta2)
-    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    of_muon, parts = groups.pop("matrices", None), list[torch.optim.Optimizer]()
+    if of_muon and isinstance(config, MuonConfig):
+        # Nesterov's momentum. An update is multiplied by 0.2 √max(rows, columns), which gives it the size of AdamW's,
+        # so that both share one rate (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+        momentum: dict[str, Any] = {"momentum": config.momentum, "ns_steps": config.ns_steps}
+        parts.append(Muon([of_muon], lr=config.lr, adjust_lr_fn="match_rms_adamw", **momentum))
+    if groups:
+        fused, betas = device.type in ("cpu", "cuda"), (config.beta1, config.beta2)
+        parts.append(AdamW([*groups.values()], lr=config.lr, betas=betas, eps=config.eps, fused=fused))
+    return MuonAndAdamW(parts) if of_muon else parts[0]
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -88,20 +85,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
     this mean nearly orthogonal by Newton-Schulz iterations in bf16, and takes the result as the update.
 
     Args:
-        muon: for the matrices.
-        adamw: for all other parameters; None if there are no others.
+        parts: Muon for the matrices, and AdamW for all other parameters, if there are others.
     """
 
-    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:
-        self._parts: list[torch.optim.Optimizer] = [muon, adamw] if adamw else [muon]
-        self._lengths = [len(part.param_groups) for part in self._parts]
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts, self._lengths = parts, [len(part.param_groups) for part in parts]
+        super().__init__([group for part in parts for group in part.param_groups], {})
         self._share()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        if closure is not None:
-            raise ValueError("MuonAndAdamW takes no closure")
         for part in self._parts:
             part.step()
 
@@ -163,8 +156,6 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        if closure is not None:
-            raise ValueError("AdamW takes no closure")
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
@@ -217,12 +208,9 @@ class Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, lr: float, horizon: int) -> None:
-        self.optimizer = optimizer
-        self.config = config
-        self.lr = lr
-        self.horizon = horizon
+        self.optimizer, self.config, self.lr, self.horizon = optimizer, config, lr, horizon
         falls = isinstance(config, FallingConfig)
-        a_tenth = (horizon if falls else config.steps or 0) // 10  # a constant schedule has no end of its own
+        a_tenth = (horizon if falls else config.steps or 0) // 10
         self.warmup_steps = a_tenth if config.warmup_steps is None else config.warmup_steps
         self.decay_steps = round(config.decay_fraction * horizon) if isinstance(config, WsdConfig) else 0
         if falls and self.warmup_steps + self.decay_steps > horizon:
@@ -250,10 +238,10 @@ class Schedule:
         if not isinstance(config, FallingConfig):
             return 1.0
         steps = self.decay_steps if isinstance(config, WsdConfig) else self.horizon - self.warmup_steps
-        progress = min(max((step - self.horizon + steps) / steps, 0.0), 1.0) if steps > 0 else 0.0
+        done = min(max((step - self.horizon + steps) / steps, 0.0), 1.0) if steps > 0 else 0.0
         if config.name == "cosine":
-            return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-        return 1 - (1 - config.min_lr_ratio) * progress
+            return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+        return 1 - (1 - config.min_lr_ratio) * done
 
     def apply(self, step: int) -> float:
         """Set the learning rate of step `step` (0-based) in every group, and return it."""

@@ -1,9 +1,8 @@
 """What a configuration decides before anything is built: device, precision, steps. It also rejects impossible ones.
 
-Among these are steps that do not fit into memory. On a CPU the system kills a process that takes too much memory
-without a message, and other processes with it. What cannot fit is therefore rejected. The formulas describe GPU
-kernels; CPU kernels need more, so the figures are lower bounds. A GPU raises its own out-of-memory error, which loses
-nothing. There only what no step could hold is rejected.
+Among these are steps that do not fit into memory. On a CPU the system kills a process that takes too much without a
+message, so what cannot fit is rejected. (CPU kernels need more than the formulas say, which describe GPU kernels.) A
+GPU raises its own out-of-memory error, which loses nothing. There only what no step could hold is rejected.
 """
 
 import math
@@ -14,10 +13,10 @@ from functools import cached_property
 import torch
 
 from linrnn import costs
-from linrnn.config import last_of_each, load_config, overrides_of, steps
+from linrnn.config import steps
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config, FsdpConfig, VocabConfig
-from linrnn.core.errors import ConfigError, LinrnnError, OutOfMemoryError, UnsupportedError
+from linrnn.core.errors import ConfigError, OutOfMemoryError, UnsupportedError
 from linrnn.core.machine import GIB, available_memory, ranks_here
 from linrnn.data import vocabulary_size
 from linrnn.distributed import Launch
@@ -209,11 +208,6 @@ def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         "trainer.compile=blocks",
     )
     yield (
-        trainer.sample_every is not None and (sharded or trainer.compile != "none"),
-        "trainer.sample_every reads whole weights, token by token, which shards and compiled graphs do not allow",
-        "trainer.sample_every=null, or scripts/generate.py on a checkpoint",
-    )
-    yield (
         isinstance(parallel, VocabConfig) and trainer.batch_size % shard_ranks > 0,
         f"parallel=vocab: {shard_ranks} ranks cannot share {trainer.batch_size} sequences out evenly",
         f"a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
@@ -261,9 +255,13 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
     there = total if budget is None else min(total, int(budget * GIB))
     name = ("this GPU" if foreseen is None else foreseen.name) if budget is None else "memory_budget_gib"
     if state > there:
+        sharded = isinstance(plan.config.parallel, FsdpConfig)
+        ways = ["a smaller size", "more GPUs" if sharded else "parallel=fsdp on several GPUs"]
+        ways += ["a larger memory_budget_gib"] * (budget is not None)
+        ways += ["trainer.precision=bf16"] * (plan.precision != "bf16" and not sharded)  # some do not shard with it
         raise OutOfMemoryError(
             f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {there / GIB:.1f}",
-            f"use {' or '.join(_less_state(plan))}",
+            f"use {' or '.join(ways)}",
         )
     if estimate and estimate.peak > there:
         needed = f"a step is estimated to need {estimate.peak / GIB:.1f} GiB ({parts})"
@@ -272,43 +270,18 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
 
 
 def lighter(config: Config) -> str:
-    """What could make a step of this run take less memory, with or between the keys that it has: all of it runs."""
-    batch, accumulation = config.trainer.batch_size, config.trainer.accumulation_steps
-    divisor = next((number for number in range(2, batch + 1) if batch % number == 0), 1)
-    ways = [
-        f"trainer.batch_size={batch // divisor} trainer.accumulation_steps={divisor * accumulation}",
-        "trainer.activation_checkpointing=full",
-        "" if config.loss.name.startswith("cce") else "loss=cce_kahan",
-        "parallel=fsdp" if config.parallel.name == "ddp" else "",
-    ]
-    able = [way for way in ways if _changes(config, way)]
-    return ", or ".join([*able, "a smaller size" if batch > 1 else "a smaller size or trainer.seq_len"])
-
-
-def _changes(config: Config, way: str) -> bool:
-    """Whether these overrides change the run, and it can run with them."""
-    groups = [f"{override.partition('=')[0]}." for override in way.split() if "." not in override.partition("=")[0]]
-    kept = [override for override in overrides_of(config) if not override.startswith(tuple(groups))]
-    try:
-        changed = load_config(last_of_each([*kept, *way.split()]))
-        make_training_plan(changed)
-    except LinrnnError:
-        return False
-    return changed != config
-
-
-def _less_state(plan: Plan) -> list[str]:
-    """What could make parameters, gradients and optimizer state take less memory, beyond what is in use."""
-    config = plan.config
-    sharded = isinstance(config.parallel, FsdpConfig)
-    ways = {
-        "a smaller size": True,
-        "trainer.precision=bf16": plan.precision != "bf16" and not sharded,  # some models do not shard with it
-        "a larger memory_budget_gib": config.memory_budget_gib is not None,
-        "more GPUs": sharded,
-        "parallel=fsdp on several GPUs": not sharded,
-    }
-    return [way for way, helps in ways.items() if helps]
+    """What could make a step of this run take less memory, beyond what is in use."""
+    trainer, ways = config.trainer, []
+    batch, accumulation = trainer.batch_size, trainer.accumulation_steps
+    if not trainer.cuda_graph:  # which takes neither of these
+        if batch > 1 and not isinstance(config.parallel, VocabConfig):
+            divisor = next(number for number in range(2, batch + 1) if batch % number == 0)
+            less = f"trainer.batch_size={batch // divisor} trainer.accumulation_steps={divisor * accumulation}"
+            ways.append(less)
+        ways += ["trainer.activation_checkpointing=full"] * (trainer.activation_checkpointing != "full")
+    ways += ["loss=cce_kahan"] * (not config.loss.name.startswith("cce"))
+    ways += ["parallel=fsdp"] * (config.parallel.name == "ddp")
+    return ", or ".join([*ways, "a smaller size" if batch > 1 else "a smaller size or trainer.seq_len"])
 
 
 def check_memory(needed: int, what: str, remedy: str) -> None:
@@ -329,12 +302,11 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
         )
 
 
-def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0, lighter: str = "") -> None:
+def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0) -> None:
     """On a CPU, reject a model whose fp32 weights do not fit (for evaluation, generation, sparsity).
 
     Args:
         loss_bytes: bytes that the loss holds in addition.
-        lighter: what would make the loss hold less; "" if nothing would.
 
     Raises:
         UnsupportedError: weights and loss need more than this machine has free.
@@ -342,4 +314,4 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
-        check_memory(needed, what, " or ".join(filter(None, ["a smaller model", lighter])))
+        check_memory(needed, what, f"a smaller model{', batch_size=1 or loss=cce_kahan' if loss_bytes else ''}")

@@ -75,7 +75,6 @@ class RunLog:
         blocks: sequences of the training data, for the epoch.
 
     Attributes:
-        line: prints a line for people; silent before :meth:`begin`, and on every rank but the first.
         recent_losses: of the latest steps, nats.
         speed: time of the steps and of the output layer.
         memory: bytes by component.
@@ -98,10 +97,9 @@ class RunLog:
         self._architecture, self._data, self._blocks = architecture, data, blocks
         self._console = Silence()
         self._tensorboard: TensorboardMirror | None = None
-        self._seconds_before = 0.0  # wall-clock seconds of earlier processes of the run
-        self._began_at = time.monotonic()
         self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
         self._steps_here = 0
+        self._seconds_before, self._began_at = 0.0, time.monotonic()  # of the run's earlier processes, and of this one
         self._memory_recorded = False
         self._gpu_shared = gpu_is_shared()  # then the speed is no measurement, and is not recorded
         self.recent_losses: deque[float] = deque(maxlen=MEAN_OF_LAST)
@@ -111,6 +109,7 @@ class RunLog:
         self.compiled: dict[str, Any] | None = None
 
     def line(self, text: str = "") -> None:
+        """Print a line for people. Silent before :meth:`begin`, and on every rank but the first."""
         self._console.line(text)
 
     # ------------------------------------------------------------------------------------------- begin and end
@@ -120,52 +119,51 @@ class RunLog:
         """Write this process's first files, and open those that it keeps writing until `closing` ends.
 
         Args:
-            step: after which this process goes on.
-            continues: the checkpoint behind step 0, for environment.json.
+            step: optimizer steps that the run has done.
+
+        Raises:
+            StorageError: a file cannot be written.
         """
+        self._began_at = time.monotonic()
         if not self._ranks.is_first:
             return
-        directory = self._directory
+        config, directory = self._config, self._directory
         directory.begin(config_yaml)
-        directory.begin_process(describe_process(self._config, step, continues))
+        directory.begin_process(describe_process(config, step, continues))
         for name, text in (self._data.tokenizer.files() if self._data.tokenizer else {}).items():
             directory.write_text(name, text)
-        self._console = console = Console(directory.path / LOG, self._config.logger.console_every_seconds)
+        self._console = console = Console(directory.path / LOG, config.logger.console_every_seconds)
         closing.callback(console.close)
         self._metrics = JsonlWriter(directory.metrics)
         closing.callback(self._metrics.close)
         # A process that has no step left to train repeats the last validation.
         self._metrics.truncate_after(step, keep_validation=step < self._plan.total_steps)
         self._seconds_before = wall_seconds_of_run(self._records())
-
-    def open_mirrors(self, step: int) -> None:
-        """Open TensorBoard's files and the run's page on wandb, or say why not."""
-        if self._ranks.is_first:
-            if self._config.logger.tensorboard:
-                self._tensorboard = TensorboardMirror(self._directory.path, step, self.line)
-            self._wandb = WandbMirror(
-                self._config.logger.wandb,
-                self._directory.path,
-                run_name=self._directory.path.name,
-                group=self._config.group,
-                tags=[getattr(self._config, group).name for group in ("model", "size", "loss", "data")],
-                hyperparameters=choices(self._config, self._plan.world_size),
-                history=self._records,
-                say=self.line,
-            )
+        if config.logger.tensorboard:
+            self._tensorboard = TensorboardMirror(directory.path, step, self.line)
+        self._wandb = WandbMirror(
+            config.logger.wandb,
+            directory.path,
+            run_name=directory.path.name,
+            group=config.group,
+            tags=[getattr(config, group).name for group in ("model", "size", "loss", "data")],
+            hyperparameters=choices(config, self._plan.world_size),
+            history=self._records,
+            say=self.line,
+        )
 
     def announce(self, *notes: str | None) -> None:
         """Print what is trained, on what data and for how long, and every note that is not None."""
         config, plan, arch = self._config, self._plan, self._architecture
         trainer, ranks = config.trainer, plan.world_size
         groups = config.parallel.data_ranks(ranks)
-        unit = "ranks" if groups == ranks else f"group(s) of {ranks // groups} ranks"
+        split = f" x {groups} {'ranks' if groups == ranks else f'group(s) of {ranks // groups} ranks'}"
         for line in (
             f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, "
             f"V = {arch.vocab_size:,}, {plan.precision} on {plan.device.type}" + f", {ranks} ranks" * (ranks > 1),
             f"data: {self._data.description}",
             f"{plan.total_steps} steps of {plan.tokens_per_step:,} tokens (B = {trainer.batch_size} x "
-            f"T = {trainer.seq_len} x {trainer.accumulation_steps}{f' x {groups} {unit}' if ranks > 1 else ''}) "
+            f"T = {trainer.seq_len} x {trainer.accumulation_steps}{split if ranks > 1 else ''}) "
             f"-> {self._directory.path}",
             # Never of a constant schedule.
             f"the {config.schedule.name} schedule ends at step {plan.horizon}"
@@ -176,28 +174,20 @@ class RunLog:
             if line:
                 self.line(line)
 
-    def start_clock(self) -> None:
-        """Start this process's wall clock."""
-        self._began_at = time.monotonic()
-
     def end(self, summary: dict[str, Any], *, failed: bool) -> None:
-        """Tell all loggers how the run ended, and draw its picture."""
+        """Tell all loggers how the run ended, and draw its picture. A full disk or a broken library leaves it out."""
         self._console.end_progress()
         if self._ranks.is_first:
             self._wandb.finish(summary, exit_code=int(failed))
             if self._tensorboard:
                 self._tensorboard.finish()
             if self._config.logger.picture and summary["steps"]:
-                self._draw()
+                try:
+                    draw_progress(self._records(), self._directory.path.name, self._directory.path / PICTURE)
+                except Exception as error:
+                    self.line(f"{PICTURE} was not drawn ({described(error)})")
         for line in final_lines(self._config, self._directory.path, summary):
             self.line(line)
-
-    def _draw(self) -> None:
-        """The picture of a run, which a full disk or a broken library only leaves out."""
-        try:
-            draw_progress(self._records(), self._directory.path.name, self._directory.path / PICTURE)
-        except Exception as error:
-            self.line(f"{PICTURE} was not drawn ({described(error)})")
 
     # --------------------------------------------------------------------------------------------------- metrics
     def append(self, record: StepRecord) -> None:
@@ -229,22 +219,21 @@ class RunLog:
             )
         self.recent_losses.append(loss)
         self.speed.arrived(record.number_here)
-        epochs, seconds = self._epochs(record.step), self.speed.recent_step_seconds()
+        seconds = self.speed.recent_step_seconds()
         speed = None if seconds is None else plan.tokens_per_step / seconds  # None during the warm-up
         left = None if seconds is None else seconds * (plan.total_steps - record.step)
-        final = record.step == plan.total_steps
         smooth = fmean([*self.recent_losses][-SMOOTHED:])
         words = progress_line(smooth, record.lr, grad_norm, speed, self._mfu(seconds)["mfu"], left)
         self._console.progress(record.step, plan.total_steps, words)
-        on_cpu, measured = plan.device.type == "cpu", record.number_here == plan.unmeasured_steps + 1
-        if on_cpu and measured and (busy := busy_with_others(torch.get_num_threads())):
+        first_measured = record.number_here == plan.unmeasured_steps + 1
+        if plan.device.type == "cpu" and first_measured and (busy := busy_with_others(torch.get_num_threads())):
             self.line(busy)
-        if record.step % self._config.trainer.log_every == 0 or final:
+        if record.step % self._config.trainer.log_every == 0 or record.step == plan.total_steps:
             metrics: dict[str, float | None] = {
                 **values,
                 "train/lr": record.lr,
                 "train/tokens": record.step * plan.tokens_per_step,
-                "train/epoch": epochs,
+                "train/epoch": self._epochs(record.step),
                 "train/wall_seconds": self._wall_seconds(),
                 **self._of_steps(),
             }
@@ -280,15 +269,12 @@ class RunLog:
     @contextlib.contextmanager
     def recordings(self) -> Iterator[Callable[[], None]]:
         """The requested trace and memory snapshot, on the first rank. Yields a function to call after each step."""
-        if not self._ranks.is_first:
-            yield lambda: None
-            return
         trainer, path = self._config.trainer, self._directory.path
         with contextlib.ExitStack() as stack:
-            if trainer.memory_snapshot:
+            if trainer.memory_snapshot and self._ranks.is_first:
                 stack.enter_context(memory_snapshot(path / "memory_snapshot.pickle"))
-            traced = trace(trainer.profile_steps, path / "trace.json.gz", trainer.warmup_measurement_steps)
-            yield stack.enter_context(traced)
+            steps = trainer.profile_steps if self._ranks.is_first else 0
+            yield stack.enter_context(trace(steps, path / "trace.json.gz", trainer.warmup_measurement_steps))
 
     def _log(self, step: int, metrics: dict[str, float | None]) -> None:
         if self._ranks.is_first:

@@ -10,6 +10,7 @@ import torch
 
 from linrnn.config.schema import Config
 from linrnn.core.errors import ConfigError, UnsupportedError
+from linrnn.core.machine import GIB
 from linrnn.models import tuning
 
 
@@ -79,7 +80,11 @@ def prepare_process(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(config.trainer.deterministic)
     tuning.use(config.trainer.kernel_choices)
     if device.type == "cuda":
-        _keep_triton_cache()
+        from triton import knobs
+
+        # Inductor sets TRITON_CACHE_DIR to its own directory when it builds its first kernel, with a compiled loss
+        # after the model's forward pass. FLA would then tune its backward kernels anew, for minutes.
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     if (budget := check_memory_budget(config.memory_budget_gib, device)) is not None:
         torch.cuda.set_per_process_memory_fraction(budget, device)
 
@@ -94,22 +99,8 @@ def check_memory_budget(gib: float | None, device: torch.device) -> float | None
         return None
     if device.type != "cuda":
         raise ConfigError("memory_budget_gib needs a GPU", f"use memory_budget_gib=null, or {a_gpu()}")
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    total = torch.cuda.get_device_properties(device).total_memory / GIB
     if not 0 < gib <= total:
-        raise ConfigError(
-            f"memory_budget_gib={gib} is not within the GPU's {total:.0f} GiB",
-            f"use a value above 0 and up to {total:.0f}",
-        )
+        cause = f"memory_budget_gib={gib} is not within the GPU's {total:.0f} GiB"
+        raise ConfigError(cause, f"use a value above 0 and up to {total:.0f}")
     return gib / total
-
-
-def _keep_triton_cache() -> None:
-    """Keep Triton's own cache (TRITON_CACHE_DIR, or its default) for this process.
-
-    Inductor sets TRITON_CACHE_DIR to its own directory when it builds its first kernel. With a compiled loss that
-    happens after the model's forward pass. FLA would then look for its backward kernels in an empty cache and tune them
-    for minutes, although they were tuned before.
-    """
-    from triton import knobs
-
-    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)

@@ -4,7 +4,6 @@
 are useful only if the data's ids mean the same as in their training.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def finished(directory: RunDirectory, plan: Plan, data: PreparedData) -> dict[st
     summary = None if directory.begins_anew else directory.read_summary()
     if summary is None or summary["status"] != "finished":
         return None
-    check_not_beyond(summary["steps"], plan, directory)
+    _check_not_beyond(summary["steps"], plan, directory)
     if summary["steps"] < plan.total_steps:
         return None  # its checkpoint tells other data
     if summary.get("data_fingerprint") not in (None, data.fingerprint):
@@ -94,23 +93,6 @@ def finished(directory: RunDirectory, plan: Plan, data: PreparedData) -> dict[st
     return summary
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run goes on with state of an earlier one.
-
-    Attributes:
-        line: says so to the user.
-        step: optimizer steps that the run has done.
-        recent_losses: nats per token.
-        continues: the run, step and tokens behind step 0; None for a run from scratch.
-    """
-
-    line: str
-    step: int
-    recent_losses: Sequence[float]
-    continues: dict[str, Any] | None
-
-
 def restore(
     plan: Plan,
     ranks: Ranks,
@@ -120,11 +102,14 @@ def restore(
     optimizer: torch.optim.Optimizer,
     loader: BatchLoader,
     schedule: Schedule,
-) -> Start | None:
+) -> tuple[str, checkpoint.Progress] | None:
     """Restore the newest undamaged checkpoint of the run, or what `continue_from` names; None: neither is there.
 
     Every rank calls it, and reads its own part of model and optimizer. It only reads, so that an error leaves the
     directory as it is.
+
+    Returns:
+        a line for the user, and the progress of this run: step 0 behind `continue_from`.
 
     Raises:
         ConfigError: the run has more steps than this command asks for or another schedule, or `continue_from` names no
@@ -134,7 +119,7 @@ def restore(
     newest = None if directory.begins_anew else ranks.from_first(lambda: checkpoint.newest(directory.checkpoints))
     if newest:
         progress = checkpoint.read_progress(newest)
-        check_not_beyond(progress.step, plan, directory)
+        _check_not_beyond(progress.step, plan, directory)
         if changed := differences(progress.schedule, schedule.describe()):
             raise ConfigError(
                 f"{newest} was trained under another schedule ({in_words(changed)})",
@@ -142,16 +127,11 @@ def restore(
             )
         loader.load_state_dict(progress.data)
         checkpoint.load(newest, model, optimizer)
-        line = f"resuming at step {progress.step} from {newest}"
-        return Start(line, progress.step, progress.recent_losses, progress.continues)
-    source = plan.config.continue_from
-    if not source:
+        return f"resuming at step {progress.step} from {newest}", progress
+    if not (source := plan.config.continue_from):
         return None
-    there = checkpoint.required(
-        "continue_from",
-        source,
-        "init_from= takes weights alone, as of an export; name a run's directory or one of its checkpoints/step_*",
-    )
+    remedy = "init_from= takes weights alone, as of an export; name a run's directory or one of its checkpoints/step_*"
+    there = checkpoint.required("continue_from", source, remedy)
     progress = checkpoint.read_progress(there)
     check_tokens(there, data)
     checkpoint.load_model(there, model)
@@ -164,7 +144,7 @@ def restore(
     )
     before = progress.continues["tokens"] if progress.continues else 0  # all tokens behind the weights count
     continues = {"run": progress.run, "step": progress.step, "tokens": before + progress.tokens}
-    return Start(line, 0, (), continues)
+    return line, replace(progress, step=0, recent_losses=[], continues=continues)
 
 
 def starting_again(directory: RunDirectory) -> str | None:
@@ -176,12 +156,7 @@ def starting_again(directory: RunDirectory) -> str | None:
     return f"{why}: starting again at step 0"
 
 
-def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
-    """Check that the run at `step` does not have more steps than this command asks for.
-
-    Raises:
-        ConfigError: it has more.
-    """
+def _check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
     if step > plan.total_steps:
         raise ConfigError(
             f"{directory.path} holds a run of {step} steps, and this command stops at {plan.total_steps}",
@@ -189,13 +164,13 @@ def check_not_beyond(step: int, plan: Plan, directory: RunDirectory) -> None:
         )
 
 
-# ---------------------------------------------------------------------------- other weights
+# ---------------------------------------------------------------------------------------------------- other weights
 @dataclass(frozen=True)
 class Weights:
     """Weights from a run's checkpoint or from a Hugging Face directory.
 
     Attributes:
-        source: the value of `init_from` or `continue_from`.
+        source: the value of `init_from`.
         directory: the checkpoint, or the Hugging Face directory.
         is_checkpoint: which of the two `directory` is.
         remark: a line for the log about what is unknown about their tokens; None if there is nothing to say.
@@ -213,7 +188,7 @@ class Weights:
             ConfigError: a run's model or dimensions differ. The remedy names the overrides that make them equal.
         """
         if self.is_checkpoint:
-            config = read_config(self.directory / "config.yaml")
+            config = read_config(self.directory / checkpoint.CONFIG)
             check_dimensions(self.source, trained_architecture(self.directory, config), arch)
 
     def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
@@ -244,11 +219,24 @@ def find_weights(source: str, data: PreparedData) -> Weights:
         ConfigError: the weights were trained with another tokenizer.
         DataError: `source` has no weights, or they are damaged.
     """
-    if directory := checkpoint.resolve(Path(source)):
-        check_tokens(directory, data)
-        return Weights(source, directory, is_checkpoint=True)
+    if there := checkpoint.resolve(Path(source)):
+        check_tokens(there, data)
+        return Weights(source, there, is_checkpoint=True)
     directory = find_pretrained(source)
-    return Weights(source, directory, is_checkpoint=False, remark=_check_pretrained(directory, source, data))
+    if (directory / TOKENIZER).is_file():
+        wanted = load_tokenizer(str(directory)).hash
+        if data.tokenizer is None or data.tokenizer.hash != wanted:
+            raise _other_tokens(source, data, directory)
+        return Weights(source, directory, is_checkpoint=False)
+    entries, lacks = pretrained_vocab_size(directory, source), f"init_from={source} carries no tokenizer"
+    if entries != data.vocab_size:
+        raise ConfigError(
+            f"{lacks}, and has a vocabulary of {entries:,} where the data has {data.vocab_size:,}: its ids stand for "
+            "other text",
+            f"put the {TOKENIZER} of its training beside its config.json, and use data.tokenizer={source}",
+        )
+    remark = f"{lacks}: whether its {entries:,} ids are those of the data is not known"
+    return Weights(source, directory, is_checkpoint=False, remark=remark)
 
 
 def trained_architecture(directory: Path, config: Config) -> Architecture:
@@ -258,7 +246,7 @@ def trained_architecture(directory: Path, config: Config) -> Architecture:
 
 def vocab_size(directory: Path) -> int:
     """The vocabulary size of a checkpoint's model; the data's may be smaller."""
-    shapes = checkpoint.shapes(directory / checkpoint.TENSORS)
+    shapes = checkpoint.shapes(directory)
     return next(shape[0] for name, shape in shapes.items() if name.endswith(EMBEDDING))
 
 
@@ -269,35 +257,17 @@ def check_tokens(directory: Path, data: PreparedData) -> None:
         ConfigError: the ids differ. The remedy names the tokenizer to use, if the run's tokenizer is there.
         DataError: the checkpoint cannot be read.
     """
-    wanted = checkpoint.read_progress(directory).token_fingerprint
-    if wanted != data.token_fingerprint:
-        raise _other_tokens(directory, data, wanted, directory.parent.parent)
+    if checkpoint.read_progress(directory).token_fingerprint != data.token_fingerprint:
+        raise _other_tokens(directory, data, directory.parent.parent)
 
 
-def _check_pretrained(directory: Path, source: str, data: PreparedData) -> str | None:
-    """:func:`check_tokens` for a Hugging Face directory. Returns a remark if the directory has no tokenizer."""
-    if (directory / TOKENIZER).is_file():
-        theirs = load_tokenizer(str(directory))
-        if data.tokenizer is None or data.tokenizer.hash != theirs.hash:
-            raise _other_tokens(Path(source), data, theirs.hash, directory)
-        return None
-    entries = pretrained_vocab_size(directory, source)
-    if entries != data.vocab_size:
-        raise ConfigError(
-            f"init_from={source} carries no tokenizer, and has a vocabulary of {entries:,} where the data has "
-            f"{data.vocab_size:,}: its ids stand for other text",
-            f"put the {TOKENIZER} of its training beside its config.json, and use data.tokenizer={source}",
-        )
-    return f"init_from={source} carries no tokenizer: whether its {entries:,} ids are those of the data is not known"
-
-
-def _other_tokens(source: Path, data: PreparedData, wanted: str, files: Path) -> ConfigError:
+def _other_tokens(source: str | Path, data: PreparedData, files: Path) -> ConfigError:
     """The error for data with another tokenizer than the weights at `source`; `files` may hold their tokenizer."""
-    theirs = load_tokenizer(str(files)) if (files / TOKENIZER).is_file() else None
+    theirs = files / TOKENIZER
     its_own = f"with {data.tokenizer.name}" if data.tokenizer else "as generated text"
     cause = f"the data is tokenised {its_own}, and {source} was trained with another tokenizer"
-    if data.tokenizer is None and theirs is None:
+    if theirs.is_file():
+        return ConfigError(cause, f"use data.tokenizer={theirs}")
+    if data.tokenizer is None:
         cause = f"the data is generated by another chain than {source} was trained on"
-    if theirs is None:
-        return ConfigError(cause, "use the data that it was trained on, or its tokenizer (data.tokenizer=…)")
-    return ConfigError(cause, f"use data.tokenizer={files / TOKENIZER}")
+    return ConfigError(cause, "use the data that it was trained on, or its tokenizer (data.tokenizer=…)")

@@ -1,6 +1,6 @@
 """One training run, from its plan to its summary. Read it top to bottom: build, fit, resume, the loop, a step, the end.
 
-`starting` has what a run starts from, `run_log` what it writes, `checkpoint` what it saves, `failures` how it may end.
+`starting` has what it starts from, `run_log` what it writes, `checkpoint` what it saves, `failures` how it may end.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from linrnn.profiling import LossAndStats, LossObserver, forward_backward
 from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
-from linrnn.training.checkpointer import Checkpointer, check_room, foreseen_bytes
-from linrnn.training.evaluation import Evaluation, evaluate, sample
+from linrnn.training.checkpoint import Checkpointer
+from linrnn.training.evaluation import Evaluation, evaluate
 from linrnn.training.execution import compilation
 from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.execution.float8 import use_float8
@@ -37,8 +37,6 @@ from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients
 from linrnn.training.plan import check_step_fits, make_training_plan
 from linrnn.training.run_log import RunLog, StepRecord
 from linrnn.training.runtime import prepare_process, synchronize
-
-PROMPT_TOKENS, SAMPLE_TOKENS = 16, 32  # of a sample during training
 
 
 class Trainer:
@@ -76,7 +74,8 @@ class Trainer:
         prepare_process(config, self.device)
         # The data's vocabulary may turn out smaller than this one, never larger.
         memory_note = check_step_fits(self.plan, self.plan.architecture(vocabulary_size(config.data)))
-        self._say(f"opening the data ({config.data.name})")
+        if self.ranks.is_first:
+            say(f"opening the data ({config.data.name})")
         self.data = starting.prepared_data(config, self.ranks)
         weights = starting.find_weights(config.init_from, self.data) if config.init_from else None
         self.architecture = self.plan.architecture(self.data.vocab_size)
@@ -84,18 +83,13 @@ class Trainer:
             weights.check(self.architecture)
         self.directory = starting.run_directory(self.plan)
         self._notes = [weights.remark if weights else None]  # lines for the user, before the first step
-        self._say(f"building {self.architecture.model}: {self.architecture.n_parameters:,} parameters")
-        with failures.while_built(config):
-            self._build(weights)
+        if self.ranks.is_first:
+            say(f"building {self.architecture.model}: {self.architecture.n_parameters:,} parameters")
+        self._build(weights)
         self._notes.append(memory_note)
         self.checkpointer = Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
         parts = (self.architecture, self.data, self.model, self.optimizer)
         self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
-
-    def _say(self, text: str) -> None:
-        """What this process does before its log is open."""
-        if self.ranks.is_first:
-            say(text)
 
     def _build(self, weights: starting.Weights | None) -> None:
         """Build model, loss, optimizer, learning-rate schedule and loader."""
@@ -114,9 +108,8 @@ class Trainer:
             self._has_weights = True
         vocabulary = self.ranks.vocabulary(arch.vocab_size)
         self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
-        plain = config.loss.plain()
         self._valid_loss = self.loss  # the same object where it can be: torch.compile compiles once
-        if plain != config.loss:
+        if (plain := config.loss.plain()) != config.loss:
             self._valid_loss = build_loss(plain, device=self.device, vocabulary=vocabulary)
         self.model.set_softcap(config.loss.softcap)
         tokens = self.plan.sequences_of_rank * trainer.seq_len
@@ -124,15 +117,10 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.parameters = list(self.model.parameters())
         self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
-        self.loader = BatchLoader(
-            self.data.train,
-            seq_len=trainer.seq_len,
-            batch_size=self.plan.sequences_of_rank,
-            seed=config.seed,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            reset_at_document=config.data.reset_at_document,
-        )
+        self._shape: dict[str, Any] = {"seq_len": trainer.seq_len, "batch_size": self.plan.sequences_of_rank}
+        self._shape["reset_at_document"] = config.data.reset_at_document
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        self.loader = BatchLoader(self.data.train, seed=config.seed, rank=rank, world_size=world_size, **self._shape)
         self._notes.append(self.loader.remark(self.plan.total_steps * self.plan.sequences_per_step))
 
     # ---------------------------------------------------------------------------------------------------- the run
@@ -165,25 +153,16 @@ class Trainer:
         trainer, where_it_begins, room = self.config.trainer, self.resume(), None
         self._config_yaml = to_yaml(self.config)
         if self.ranks.is_first:
-            size = foreseen_bytes(self.model.hf, self.optimizer)
-            room = check_room(trainer, self.directory, size, steps=self.plan.total_steps - self.step)
+            there = 0 if self.directory.begins_anew else len(checkpoint.found(self.directory.checkpoints))
+            size, left = checkpoint.foreseen_bytes(self.model.hf, self.optimizer), self.plan.total_steps - self.step
+            room = checkpoint.check_room(trainer, self.directory.path, size, there=there, steps=left)
         self.log.begin(closing, self.step, self.continues, self._config_yaml)
-        self.checkpointer.remove_partial()
-        if where_it_begins:
-            self.log.line(where_it_begins)
-        self.log.open_mirrors(self.step)
-        self.log.announce(*self._notes, room)
-        self._valid_batches = BatchesOnce(
-            self.data.valid,
-            seq_len=trainer.seq_len,
-            batch_size=self.plan.sequences_of_rank,
-            max_tokens=trainer.valid_tokens,
-            reset_at_document=self.config.data.reset_at_document,
-            token_bytes=self.data.token_bytes(self.data.valid, self.log.line),
-        )
+        self.checkpointer.begin(self.step)
+        self.log.announce(where_it_begins, *self._notes, room)
+        most, token_bytes = trainer.valid_tokens, self.data.token_bytes(self.data.valid, self.log.line)
+        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=most, token_bytes=token_bytes, **self._shape)
         self.ranks.shield(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
-        self.log.start_clock()
 
     def resume(self) -> str | None:
         """Restore the newest undamaged checkpoint, or what `continue_from` names. Returns a line that says so, or None.
@@ -196,11 +175,11 @@ class Trainer:
             self.seconds_to["model"] = seconds_since_start()
             self.ensure_weights()
             return starting.starting_again(self.directory)
+        line, progress = start
         self._has_weights = True
-        self.step, self.continues = start.step, start.continues
-        self.log.recent_losses.extend(start.recent_losses)
-        self.checkpointer.begin_at(self.step)
-        return start.line
+        self.step, self.continues = progress.step, progress.continues
+        self.log.recent_losses.extend(progress.recent_losses)
+        return line
 
     def ensure_weights(self) -> None:
         """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
@@ -262,8 +241,6 @@ class Trainer:
                     self.save()
                 if trainer.valid_every and self.step % trainer.valid_every == 0:
                     self.validate()
-                if trainer.sample_every and self.step % trainer.sample_every == 0:
-                    self.show_sample()
                 self._heed(wishes())
                 wishes = self.ranks.largest_later(self._wishes)
             self.log.gpu_state = gpu_state(self.device)  # while the device works on the last steps
@@ -339,17 +316,16 @@ class Trainer:
 
     def _compile_kernels(self) -> None:
         """Compile all kernels of a step at once, by a rehearsal of the step."""
-        trainer, head = self.config.trainer, self.model.head_weight
-        n_tokens = trainer.batch_size * trainer.seq_len
+        trainer, line = self.config.trainer, self.log.line
+        if not self.ranks.is_first:
+            line = functools.partial(say, stream=sys.stderr)
+        parts = (self.replica, self.loader, self.optimizer, self.ranks, self.precision, self.device)
+        step = functools.partial(compilation.rehearse_step, *parts)
+        n_tokens, head = trainer.batch_size * trainer.seq_len, self.model.head_weight
         loss = functools.partial(compilation.call_loss, self.loss, n_tokens, head, self.precision)
-        line = self.log.line if self.ranks.is_first else functools.partial(say, stream=sys.stderr)
         together = self.ranks.part is not None
-        if compilation.compile_kernels(self._rehearse, self.device, line, loss=loss, together=together):
+        if compilation.compile_kernels(step, self.device, line, loss=loss, together=together):
             self.seconds_to["kernels"] = seconds_since_start()
-
-    def _rehearse(self) -> None:
-        parts = (self.replica, self.loader, self.optimizer)
-        compilation.rehearse_step(*parts, self.ranks, self.precision, self.device)
 
     # -------------------------------------------------------------------------------- validations and checkpoints
     def validate(self) -> Evaluation:
@@ -376,17 +352,6 @@ class Trainer:
             self.log.validation(self.step, evaluation)
         self._validating = False
         return evaluation
-
-    def show_sample(self) -> None:
-        """Print how the model continues the first validation tokens. Only the first rank computes."""
-        if not self.ranks.is_first:
-            return
-        with self.log.speed.clock.paused():
-            prompt = self._valid_batches[0].input_ids[0, :PROMPT_TOKENS].to(self.device)
-            ids = sample(self.model, prompt, SAMPLE_TOKENS, precision=self.precision, seed=self.config.seed)
-            tokenizer = self.data.tokenizer
-            text = " ".join(map(str, ids)) if tokenizer is None else " ".join(tokenizer.decode(ids).split())
-            self.log.line(f"sample at step {self.step}: {text}")
 
     def save(self) -> None:
         """Start a checkpoint of a state whose loss is known to be finite. Every rank writes its own part."""

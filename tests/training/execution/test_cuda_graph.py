@@ -45,22 +45,27 @@ def test_what_a_graph_cannot_hold_is_refused(override, words, small):
 
 
 def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small):
-    with pytest.raises(UnsupportedError, match="loss=torch_native: its host may wait for the GPU") as caught:
+    with pytest.raises(UnsupportedError, match="loss=torch_native may let its host wait for the GPU") as caught:
         check_cuda_graph(load_config(small(GRAPH, "loss=torch_native")), torch.device("cuda"), 1, 9)
     assert "cce_kahan" in caught.value.remedy
 
 
-def test_replicas_and_a_cpu_are_refused(small):
-    with pytest.raises(ConfigError, match="parallel=ddp was not tried with a CUDA graph") as caught:
-        check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 2, 9)
-    assert "parallel=fsdp" in caught.value.remedy
-    check_cuda_graph(load_config(small(GRAPH, "parallel=fsdp")), torch.device("cuda"), 2, 9)
-    with pytest.raises(ConfigError, match="several groups of ranks") as caught:
-        check_cuda_graph(
-            load_config(small(GRAPH, "parallel=vocab", "parallel.shard_ranks=2")), torch.device("cuda"), 4, 9
-        )
-    assert "parallel.shard_ranks=4" in caught.value.remedy
-    check_cuda_graph(load_config(small(GRAPH, "parallel=ddp")), torch.device("cuda"), 1, 9)
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "cause", "remedy"),
+    [
+        (["parallel=ddp"], 2, "parallel=ddp was not tried with a CUDA graph", "parallel=fsdp"),
+        (["parallel=vocab", "parallel.shard_ranks=2"], 4, "several groups of ranks", "parallel.shard_ranks=4"),
+        (["parallel=fsdp"], 2, None, ""),
+        (["parallel=ddp"], 1, None, ""),
+    ],
+)
+def test_replicas_and_groups_are_refused(parallel, ranks, cause, remedy, small):
+    with pytest.raises(ConfigError, match=cause) if cause else contextlib.nullcontext() as caught:
+        check_cuda_graph(load_config(small(GRAPH, *parallel)), torch.device("cuda"), ranks, 9)
+    assert caught is None or remedy in caught.value.remedy
+
+
+def test_a_cpu_is_refused(small):
     with pytest.raises(UnsupportedError, match="needs a GPU"):
         Trainer(load_config(small(GRAPH)))
 

@@ -41,10 +41,10 @@ def compile_kernels(
     loss: Callable[[], None] = lambda: None,
     together: bool = False,
 ) -> bool:
-    """Compile all kernels that `rehearsal` calls, at once. Returns whether it came to its end.
+    """Compile all kernels that a rehearsal asks for. Returns whether it came to its end.
 
-    An error in it may come from what no kernel has written. Then one line says so, and the kernels are compiled in the
-    step itself. The step raises the same error if it has another cause.
+    A rehearsal may read what no kernel has written. Then one line says so, and the kernels are compiled in the step
+    itself. The step raises the same error if it has another cause.
 
     Args:
         say: prints the line.
@@ -55,23 +55,23 @@ def compile_kernels(
         LinrnnError: the rehearsal raised it.
         RuntimeError: memory ran out, or the GPU is unusable for this process (an illegal memory access).
     """
-    ended = False
+    failed = ""
     try:
         with tuning.compile_ahead(max(1, cores() // ranks_here())):
             rehearsal()
             synchronize(device)
         loss()
-        ended = True
     except Exception as error:
         if together or isinstance(error, LinrnnError) or ran_out_of_memory(error):
             raise
         synchronize(device)
-        say(f"the step compiles its kernels one by one: compiling ahead failed ({described(error)})")
-    if not ended:
+        failed = described(error)
+    if failed:
+        say(f"the step compiles its kernels one by one: compiling ahead failed ({failed})")
         gc.collect()  # the error's frames, which hold tensors
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return ended
+    return not failed
 
 
 def rehearse_step(
@@ -89,10 +89,9 @@ def rehearse_step(
     position = loader.state_dict()
     batch = next(loader)
     loader.load_state_dict(position)
-    devices = [device] if device.type == "cuda" else []
     alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
     try:
-        with torch.random.fork_rng(devices=devices), alone:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), alone:
             rehearse(replica, batch, precision, device)
     finally:
         optimizer.zero_grad()

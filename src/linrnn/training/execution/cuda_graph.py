@@ -38,38 +38,37 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     if device.type != "cuda":  # first: no other remedy would help
         raise UnsupportedError(f"{WHAT} needs a GPU, and this run is on the CPU", OFF)
     trainer, parallel = config.trainer, config.parallel
-    several_models = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
-    hindrances = {
-        "parallel=ddp was not tried with a CUDA graph": (
-            parallel.name == "ddp" and world_size > 1,
-            "parallel=fsdp",
-        ),
-        "several groups of ranks, each with a whole model, were not tried with a CUDA graph": (
-            several_models,
-            f"parallel.shard_ranks={world_size}",
-        ),
-        "a replay overwrites the gradients of the micro-step before": (
+    groups = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
+    early = min(trainer.warmup_measurement_steps, total_steps - 1) < 2
+    for found, cause, remedy in (
+        (parallel.name == "ddp" and world_size > 1, "parallel=ddp was not tried with a CUDA graph", "parallel=fsdp"),
+        (groups, "several groups of ranks were not tried with a CUDA graph", f"parallel.shard_ranks={world_size}"),
+        (
             trainer.accumulation_steps > 1,
+            "a replay overwrites the gradients of the micro-step before",
             "trainer.accumulation_steps=1",
         ),
-        "data.reset_at_document=true gives every batch other sequences": (
+        (
             config.data.reset_at_document,
+            "data.reset_at_document=true gives every batch other sequences",
             "data.reset_at_document=false",
         ),
-        "activation checkpointing reads the state of the random numbers, which a capture forbids": (
+        (
             trainer.activation_checkpointing != "none",
+            "activation checkpointing reads the state of the random numbers, which a capture forbids",
             "trainer.activation_checkpointing=none",
         ),
-        f"trainer.compile={trainer.compile} was not tried with a CUDA graph": (
+        (
             trainer.compile != "none",
+            f"trainer.compile={trainer.compile} was not tried with a CUDA graph",
             "trainer.compile=none",
         ),
-        "the last step of the warm-up is captured, and the first one compiles kernels": (
-            min(trainer.warmup_measurement_steps, total_steps - 1) < 2,
+        (
+            early,
+            "the last step of the warm-up is captured, and the first one compiles kernels",
             "trainer.warmup_measurement_steps=2 or more and at least three steps",
         ),
-    }
-    for cause, (found, remedy) in hindrances.items():
+    ):
         if found:
             raise ConfigError(f"{WHAT}: {cause}", f"use {remedy}, or trainer.cuda_graph=false")
     check_capturable(config.loss)

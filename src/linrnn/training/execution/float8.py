@@ -38,20 +38,15 @@ def check_float8(config: Config, device: torch.device, precision: str, tokens: i
     """
     what = f"trainer.float8={config.trainer.float8}"
     if isinstance(config.model, FlaModelConfig):
-        raise ConfigError(
-            f"{what}: a model=fla may read the weights of its linear layers without calling them",
-            "use one of the matched models, or trainer.float8=none",
-        )
+        cause = f"{what}: a model=fla may read the weights of its linear layers without calling them"
+        raise ConfigError(cause, "use one of the matched models, or trainer.float8=none")
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < CAPABILITY:
-            raise UnsupportedError(
-                f"{what} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, such as an H100",
-                "use trainer.float8=none",
-            )
+            cause = f"{what} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, such as an H100"
+            raise UnsupportedError(cause, "use trainer.float8=none")
         if precision == "fp32":
-            raise ConfigError(
-                f"{what} rounds bf16 products, and trainer.precision is fp32", "use trainer.precision=auto"
-            )
+            cause = f"{what} rounds bf16 products, and trainer.precision is fp32"
+            raise ConfigError(cause, "use trainer.precision=auto")
     if tokens % MULTIPLE:
         raise ConfigError(
             f"{what}: {tokens} tokens of a micro-step are no multiple of {MULTIPLE}, which float8 products need",
