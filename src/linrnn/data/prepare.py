@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -187,7 +186,7 @@ def _prepare_text(config: TokenizedDataConfig, source: Source, tokenizer: Tokeni
         (directory / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
         return _tokenise(directory, source, tokenizer, config.max_tokens, say)
 
-    directory = _written_once(config, recipe, write, say)
+    directory = _prepared(config, recipe, write, say)
     ends = "no end token" if tokenizer.eos_id is None else f"end token {tokenizer.eos_token} = {tokenizer.eos_id}"
     which = f"tokenizer {tokenizer.name}, {ends}"
     return _open(directory, source.description, which, token_fingerprint=tokenizer.hash, tokenizer=tokenizer)
@@ -203,17 +202,16 @@ def _tokenizer(config: TokenizedDataConfig, sources: Sequence[Source], say: Say)
     entries = config.tokenizer_vocab_size
     text = [word for source in sources for word in (source.identity, source.period)]
     path = _cache(config) / f"tokenizer-{entries}-{_key([*text, entries, TOKENIZER_SAMPLE_BYTES])}.json"
-    if not path.is_file():
-        with _locked(path, say):
-            if not path.is_file():  # nobody else has trained it meanwhile
-                say(f"training a tokenizer of {entries:,} entries")
-                samples = (_sample(source, TOKENIZER_SAMPLE_BYTES // len(sources)) for source in sources)
-                trained = train_tokenizer(chain.from_iterable(samples), entries)
-                if trained.vocab_size < entries:
-                    say(f"the text is too small for more than {trained.vocab_size:,} of them")
-                with storage_errors(path):
-                    write_text(path, json.dumps(json.loads(trained.json), indent=1))
-    tokenizer = load_tokenizer(str(path))
+
+    def train(file: Path) -> None:
+        say(f"training a tokenizer of {entries:,} entries")
+        samples = (_sample(source, TOKENIZER_SAMPLE_BYTES // len(sources)) for source in sources)
+        trained = train_tokenizer(chain.from_iterable(samples), entries)
+        if trained.vocab_size < entries:
+            say(f"the text is too small for more than {trained.vocab_size:,} of them")
+        write_text(file, json.dumps(json.loads(trained.json), indent=1))
+
+    tokenizer = load_tokenizer(str(_written_once(path, train, say)))
     tokenizer.name = f"byte-level BPE of {tokenizer.vocab_size:,} entries trained on it"
     return tokenizer
 
@@ -317,7 +315,7 @@ def _prepare_markov(config: MarkovDataConfig, say: Say) -> PreparedData:
             splits[split] = writer.finish()
         return splits
 
-    directory = _written_once(config, recipe, write, say)
+    directory = _prepared(config, recipe, write, say)
     floor = chain.entropy_rate(reset_at_document=config.reset_at_document)
     what = f"generated text of {config.vocab_size:,} tokens' vocabulary"
     meaning = _key([recipe["source"], config.vocab_size])
@@ -341,44 +339,38 @@ def _open(directory: Path, what: str, more: str, **about: Any) -> PreparedData:
 
 
 # -------------------------------------------------------------------------------------------------- the cache
-def _written_once(
-    config: DataConfig, recipe: dict[str, Any], write: Callable[[Path], dict[str, Any]], say: Say
-) -> Path:
-    """The directory for `recipe`. If it does not exist, one process writes it.
+def _prepared(config: DataConfig, recipe: dict[str, Any], write: Callable[[Path], dict[str, Any]], say: Say) -> Path:
+    """The directory for `recipe`. `write` writes shards into a directory, and returns the splits for meta.json."""
 
-    Args:
-        write: writes shards into a directory, and returns the splits for meta.json.
-    """
-    directory = _cache(config) / f"{config.name}-{_key([FORMAT_VERSION, recipe])}"
-    if not directory.is_dir():
-        with _locked(directory, say), storage_errors(directory):
-            if not directory.is_dir():
-                partial = directory.with_name(directory.name + ".partial")
-                shutil.rmtree(partial, ignore_errors=True)  # of a killed attempt
-                partial.mkdir()
-                try:
-                    write_meta(partial, {"format": FORMAT_VERSION, **recipe, "splits": write(partial)})
-                    os.rename(partial, directory)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
-    return directory
+    def whole(directory: Path) -> None:
+        directory.mkdir()
+        write_meta(directory, {"format": FORMAT_VERSION, **recipe, "splits": write(directory)})
+
+    return _written_once(_cache(config) / f"{config.name}-{_key([FORMAT_VERSION, recipe])}", whole, say)
 
 
-@contextmanager
-def _locked(path: Path, say: Say) -> Iterator[None]:
-    """Hold the lock `<path>.lock`. Its file stays: removing it would let two processes hold a lock each."""
-    lock = FileLock(path.with_name(path.name + ".lock"))
-    with storage_errors(path.parent):
+def _written_once(path: Path, write: Callable[[Path], None], say: Say) -> Path:
+    """A file or directory. If it does not exist, one process writes it, aside."""
+    if path.exists():
+        return path
+    partial = path.with_name(path.name + ".partial")
+    lock = FileLock(path.with_name(path.name + ".lock"))  # its file stays: without it two processes could hold a lock
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:
             say("waiting for another process that prepares the same data")
             lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a killed attempt
+            if not path.exists():
+                write(partial)
+                os.rename(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.release()
+    return path
 
 
 def _cache(config: DataConfig) -> Path:
