@@ -8,16 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from linrnn.config import (
-    CONFIG_DIR,
-    data_for,
-    identity,
-    load_config,
-    read_config,
-    run_name,
-    settings,
-    to_yaml,
-)
+from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
 from linrnn.config.compose import add_command, compose_config, menu_of, options_of
 from linrnn.config.manual import manual_of, manual_of_command
 from linrnn.config.schema import COMMANDS, MUST_BE_GIVEN, SCHEMAS, option
@@ -29,13 +20,18 @@ NEEDED = {"data=text": ["data.path=some.txt"], "model=fla": ["model.config=delta
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes(group, option):
+def test_every_option_composes_and_its_manual_has_its_keys_and_values(group, option):
     if group == "sweep":  # its points: tests/config/test_grids.py
         assert load_config([f"sweep={option}"], "run_sweep").sweep.name == option
         return
     config = load_config([f"{group}={option}", *NEEDED.get(f"{group}={option}", [])])
-    if group in SCHEMAS and hasattr(getattr(config, group), "name"):
-        assert getattr(config, group).name == option
+    title, text = manual_of(group, option)
+    assert title in (f"{group}={option}", f"configs/{group}/{option}.yaml")
+    assert text.startswith("# ")
+    if group != "experiment":
+        assert getattr(getattr(config, group), "name", option) == option
+        composed = compose_config([f"{group}={option}"])[group]
+        assert yaml.safe_load(text) == yaml.safe_load(OmegaConf.to_yaml(composed))
 
 
 @pytest.mark.parametrize("group", sorted(SCHEMAS))
@@ -55,22 +51,6 @@ def test_every_key_is_explained(owner):
         has_groups = owner in ("train", "run_sweep", "evaluate") or owner.startswith("logger=")
         if field.name not in {*SCHEMAS, "wandb"} or not has_groups:
             assert len(field.metadata["meaning"]) > 8, field.name
-
-
-@pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIG_DIR)))
-def test_every_file_says_what_it_is(path):
-    assert path.read_text(encoding="utf-8").startswith("# ")
-
-
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_the_manual_of_an_option_has_its_keys_and_values(group, option):
-    title, text = manual_of(group, option)
-    assert title in (f"{group}={option}", f"configs/{group}/{option}.yaml")
-    assert text.startswith("# ")
-    if group in ("experiment", "sweep"):
-        return
-    composed = compose_config([f"{group}={option}"])[group]
-    assert yaml.safe_load(text) == yaml.safe_load(OmegaConf.to_yaml(composed))
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "run_sweep", "generate", "tune"])

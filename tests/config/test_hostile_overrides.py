@@ -164,14 +164,7 @@ def test_other_commands(command, hostile_values):
         assert not seen, f"{line!r} did {seen[0]}"
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "hydra/launcher=../x",
-        "hydra/callbacks=x",
-        "hydra.sweep.dir=/tmp/x",
-    ],
-)
+@pytest.mark.parametrize("override", ["hydra/launcher=../x", "hydra/callbacks=x", "hydra.sweep.dir=/tmp/x"])
 def test_a_sweep_takes_a_launcher_of_hydra_and_no_more(override):
     assert split_overrides([override], "run_sweep") == ([], [override])
     with pytest.raises(ConfigError, match=r"no such (launcher|key)"):

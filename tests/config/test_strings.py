@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import linrnn.commands
@@ -123,6 +123,7 @@ def test_the_data_of_a_command_that_reads_runs(key):
     assert value_of(data_for(trained, config.data), key.removeprefix("data.")) == "it's [mine], ü"
 
 
+@settings(deadline=None)  # the first example composes
 @given(
     st.lists(st.sampled_from([*"aZ_9./+-", "inf", "nan", "true", "null", "1e5", "0x1", "../"]), min_size=1).map("".join)
 )
@@ -170,9 +171,6 @@ def test_every_float_key_is_finite_and_every_integer_fits_in_64_bits():
             if key != "optimizer.max_grad_norm" and field.type in (kind, kind | None):
                 with pytest.raises(ConfigError, match=r"finite|64 bits|above the maximum"):
                     load_config(["parallel=ddp", f"{key}={value}"])
-
-
-def test_numbers_in_lists_fit_in_64_bits():
     with pytest.raises(ConfigError, match="64 bits"):
         load_config(["checkpoint=x", "prompt_tokens=[99999999999999999999]"], "generate")
 
@@ -240,6 +238,7 @@ HEAD = "# A sweep.\n\nname: broken\n"
         (f"{HEAD}overrides: []\ngrid:\n  - {{model: [gla]}}\n", "sweep.grid: "),
         (f"{HEAD}overrides: []\ngrids:\n  - {{seed: [!!python/object/apply:os.system [ls]]}}\n", "line 6"),
         ("name: \x00\n", "configs/sweep/broken.yaml"),
+        (f"{HEAD}overrides: [trainer.max_steps: 3]\ngrids: []\n", "sweep.overrides holds"),
     ],
 )
 def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
@@ -248,13 +247,5 @@ def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
     (tmp_path / "configs" / "sweep" / "broken.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as error:
         load_config(["sweep=broken"], "run_sweep")
-    assert "configs/sweep/broken.yaml" in error.value.cause
     assert cause in error.value.cause
-
-
-def test_an_override_of_a_sweep_that_is_no_text_is_refused(tmp_path, monkeypatch):
-    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
-    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
-    (tmp_path / "configs/sweep/slip.yaml").write_text(f"{HEAD}overrides: [trainer.max_steps: 3]\ngrids: []\n", "utf-8")
-    with pytest.raises(ConfigError, match=r"sweep\.overrides holds"):
-        load_config(["sweep=slip"], "run_sweep")
+    assert "configs/sweep/broken.yaml" in error.value.cause or "sweep.overrides" in cause

@@ -4,7 +4,6 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -38,15 +37,6 @@ def test_the_loss_keeps_log_probabilities_and_its_hidden_states(small):
     saved = saved_bytes(small, "model=transformer")["loss"]
     log_probabilities, hidden = 4 * N * V, 4 * N * D
     assert log_probabilities + hidden <= saved <= 2 * log_probabilities + hidden + 16 * N
-
-
-def test_the_mlp_keeps_its_input_and_two_or_three_inner_activations(small):
-    run = trainer(small, "model=transformer")
-    inner = 4 * N * run.architecture.intermediate_size
-    saved = SavedActivations(run.model)
-    with saved.watch():
-        run.train_step()
-    assert LAYERS * (4 * N * D + 2 * inner) <= saved.bytes["mlp"] <= LAYERS * (4 * N * D + 4 * inner)
 
 
 def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small):
@@ -122,9 +112,9 @@ def test_a_breakdown_stands_measured_beside_formula(small, monkeypatch):
     breakdown = measure(run, "a name", warmup_steps=1, steps=2)
     assert collects == [False] * 6, "a collection of all garbage would lengthen a step by some 0.2 s"
     assert gc.isenabled()
-    assert breakdown.memory["parameters"]["measured"] == breakdown.memory["parameters"]["formula"] == 4 * 461_696
-    assert breakdown.memory["gradients"]["measured"] == 4 * 461_696
-    assert breakdown.mfu is None, "a CPU's peak is not known"
+    assert breakdown["memory"]["parameters"]["measured"] == breakdown["memory"]["parameters"]["formula"] == 4 * 461_696
+    assert breakdown["memory"]["gradients"]["measured"] == 4 * 461_696
+    assert breakdown["mfu"] is None, "a CPU's peak is not known"
     text = markdown(breakdown)
     for word in ("# a name", "| loss |", "MFU -"):
         assert word in text
@@ -134,8 +124,8 @@ def test_a_breakdown_stands_measured_beside_formula(small, monkeypatch):
         [inner] = [line.split("|") for line in text.splitlines() if line.startswith(f"| of it {part} |")]
         assert float(inner[2]) < float(mixer[2])
     assert "| host |" in text
-    assert [step.keys() == breakdown.steps[0].keys() for step in breakdown.steps] == [True, True]
-    share = shares_of_step(asdict(breakdown))["mlp"]
+    assert [step.keys() == breakdown["steps"][0].keys() for step in breakdown["steps"]] == [True, True]
+    share = shares_of_step(breakdown)["mlp"]
     assert f"| {share.value:.1%} ({share.low:.1%} to {share.high:.1%}) |" in next(
         line for line in text.splitlines() if line.startswith("| mlp |")
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.launching import launch, read_launcher, sbatch_text
+from linrnn.experiments.launching import launch, read_launcher
 
 submitit = pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
 
@@ -26,7 +26,6 @@ def test_overrides_choose_the_cluster_and_its_resources():
     ("overrides", "words"),
     [
         (["hydra.launcher.nodes=1"], "resources of no launcher"),
-        (["hydra/launcher=submitit_local", "hydra.launcher.partition=gpu"], "partition is a resource of Slurm"),
         (["hydra/launcher=submitit_local", "hydra.launcher.nodes=many"], "nodes"),
         (["hydra/launcher=submitit_local", "hydra.launcher.name=[a"], "cannot be read"),
         (["hydra/launcher=submitit_slurm"], "needs srun and sbatch, and PATH has no such command"),
@@ -38,18 +37,6 @@ def test_what_submitit_cannot_do_is_refused(overrides, words, tmp_path, monkeypa
         launch(subprocess.check_call, [["touch", str(tmp_path / "a")]], overrides, tmp_path)
     assert not (tmp_path / "a").exists()
     assert "pip install" not in error.value.remedy, "submitit is installed"
-
-
-def test_a_dry_run_shows_what_sbatch_would_get_and_rejects_a_wrong_key(tmp_path):
-    given = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=2"]
-    text = sbatch_text(len, [[1], [2], [3]], [*given, "hydra.launcher.timeout_min=90"], tmp_path / "files")
-    for option in ("--array=0-2", "--partition=gpu", "--gpus-per-node=2", "--time=90", "--job-name=linrnn"):
-        assert f"#SBATCH {option}" in text
-    assert str(tmp_path / "files") in text
-    assert not list(tmp_path.iterdir()), "nothing is written"
-    with pytest.raises(ConfigError, match="partitoin"):
-        sbatch_text(len, [[1]], [*given, "hydra.launcher.partitoin=gpu"], tmp_path)
-    assert sbatch_text(len, [[1]], ["hydra/launcher=submitit_local"], tmp_path) == ""
 
 
 @pytest.mark.parametrize("key", ["_target_", "submitit_folder", "partitoin"])

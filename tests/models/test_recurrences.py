@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recurrence
 import torch
+from recurrence import Agreement, measure
 from torch import Tensor
 
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
-from linrnn.experiments import recurrence
-from linrnn.experiments.recurrence import Agreement, measure
 
 MODELS = [
     *(f"model={name}" for name in ("gla", "gated_deltanet", "kda")),

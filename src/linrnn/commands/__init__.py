@@ -40,7 +40,6 @@ COMMANDS = {
     "export": Command(reading.export, "export"),
     "breakdown": Command(training.breakdown, "breakdown", makes_runs=True),
     "tune": Command(training.tune, "tune", makes_runs=True),
-    "check_recurrence": Command(training.check_recurrence),
 }
 
 

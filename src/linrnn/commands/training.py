@@ -1,6 +1,5 @@
 """The commands that train, or measure training."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from linrnn.config.schema import (
     RunSweepConfig,
     TuneConfig,
 )
-from linrnn.core.errors import UnsupportedError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.output import say
 
@@ -52,30 +50,10 @@ def breakdown(config: BreakdownConfig, overrides: list[str]) -> None:
         breakdown = measure(trainer, name, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / f"{name}.json", dataclasses.asdict(breakdown))
+    write_json(directory / f"{name}.json", breakdown)
     write_text(directory / f"{name}.md", markdown(breakdown))
     print(markdown(breakdown))
     print(f"wrote {directory / name}.json and .md")
-
-
-def check_recurrence(config: Config) -> None:
-    """Compare FLA's recurrence with plain torch on this GPU."""
-    from linrnn.experiments.recurrence import measure
-    from linrnn.models import tuning
-    from linrnn.training.runtime import resolve_device
-
-    device = resolve_device(config.device)
-    if device.type == "cpu":
-        raise UnsupportedError("a CPU runs plain torch: there is no kernel to compare", "run this on a GPU")
-    with tuning.show_progress(), tuning.during("the recurrence"):
-        agreement = measure(config, device)
-    say(agreement.markdown())
-    say(tuning.remark() or "no kernel has configurations")
-    if not agreement.holds:
-        raise UnsupportedError(
-            "FLA's kernels compute something else than plain torch here",
-            "use another version of Triton, trainer.kernel_choices=tune or other heads (docs/first_step.md)",
-        )
 
 
 def find_max_batch(config: FindMaxBatchConfig, overrides: list[str]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,38 +38,8 @@ TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
 STATE = ("parameters", "gradients", "optimizer", "activations")
 
 
-@dataclass
-class Breakdown:
-    """Figures in bytes, seconds and FLOPs; null if a figure was not or cannot be measured.
-
-    Attributes:
-        run: what was measured, as in a run's summary.
-        environment: versions, hardware, commit.
-        memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
-        time: part -> {"forward", "backward", "recomputed"} seconds, medians; step, optimizer and host have "total".
-            mixer/projections and mixer/scan are the two parts of mixer.
-        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; "optimizer" has
-            "update". Null: no formulas.
-        mfu, mfu_6n: see :mod:`linrnn.costs.flops`.
-        hardware_utilisation: share of the device's peak, counting everything that its kernels compute.
-        peak_flops_per_second: the device's peak; null if unknown.
-        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds.
-    """
-
-    run: dict[str, Any]
-    environment: dict[str, Any]
-    memory: dict[str, dict[str, int | None]]
-    time: dict[str, dict[str, float | None]]
-    flops: dict[str, dict[str, int]] | None
-    mfu: float | None
-    mfu_6n: float | None
-    hardware_utilisation: float | None
-    peak_flops_per_second: float | None
-    steps: list[dict[str, float]]
-
-
-def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown:
-    """Measure training steps by component.
+def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str, Any]:
+    """Measure training steps by component, beside the formulas. In bytes, seconds and FLOPs; None: not measured.
 
     After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
     step measures the memory without a output layer.
@@ -78,6 +47,14 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> Breakdown
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
         name: the run's name.
+
+    Returns:
+        run, environment: what was measured, as in a run's summary, and where.
+        memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
+        time: part -> {"forward", "backward", "recomputed"}, medians; step, optimizer and host have "total".
+        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; optimizer: "update".
+        mfu, mfu_6n: see :mod:`linrnn.costs.flops`; hardware_utilisation counts everything that the kernels compute.
+        steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds.
     """
     memory_observer = trainer.log.memory
     saved = SavedActivations(trainer.model)
@@ -134,7 +111,7 @@ def assemble(
     measured: dict[str, int | None],
     saved: dict[str, int],
     times: Sequence[dict[str, float]],
-) -> Breakdown:
+) -> dict[str, Any]:
     """The measured figures beside the formulas.
 
     Args:
@@ -152,21 +129,21 @@ def assemble(
         passes = dict(zip(PASSES, (flops.forward, flops.backward, flops.recomputed), strict=True))
         by_component = {name: {pass_: of.get(name, 0) for pass_, of in passes.items()} for name in flops.forward}
         by_component["optimizer"] = {"update": flops.update}
-    return Breakdown(
-        run={
+    return {
+        "run": {
             **names_of_run(config, name, world_size=1),
             "optimizer": config.optimizer.name,
             "precision": plan.precision,
             "device": device,
             "vocab_size": arch.vocab_size,
         },
-        environment=describe_environment(),
-        memory=_memory(plan, arch, measured, saved),
-        time={
+        "environment": describe_environment(),
+        "memory": _memory(plan, arch, measured, saved),
+        "time": {
             **{part: {one: median(times, f"{part}/{one}") for one in PASSES} for part in (*TIMED, PROJECTIONS, SCAN)},
             **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
         },
-        flops=by_component,
+        "flops": by_component,
         **costs.mfu(
             arch,
             seq_len=trainer.seq_len,
@@ -174,10 +151,10 @@ def assemble(
             device_name=device,
             precision=plan.precision,
         ),
-        hardware_utilisation=flops.total / (step * peak) if flops and step and peak else None,
-        peak_flops_per_second=peak,
-        steps=times,
-    )
+        "hardware_utilisation": flops.total / (step * peak) if flops and step and peak else None,
+        "peak_flops_per_second": peak,
+        "steps": times,
+    }
 
 
 def with_scan(seconds: dict[str, float]) -> dict[str, float]:
@@ -221,9 +198,9 @@ def _memory(
 
 
 # ------------------------------------------------------------------------------------------------------- for people
-def markdown(b: Breakdown) -> str:
+def markdown(b: dict[str, Any]) -> str:
     """The breakdown as Markdown tables."""
-    run = b.run
+    run = b["run"]
     heading = [
         f"# {run['run_name']}: where memory and time go",
         "",
@@ -235,9 +212,9 @@ def markdown(b: Breakdown) -> str:
     return "\n".join([*heading, *_memory_lines(b), *_time_lines(b), *_flops_lines(b)]) + "\n"
 
 
-def _memory_lines(b: Breakdown) -> list[str]:
-    rows, peak = [], b.memory["peak"]["measured"]
-    for name, row in b.memory.items():
+def _memory_lines(b: dict[str, Any]) -> list[str]:
+    rows, peak = [], b["memory"]["peak"]["measured"]
+    for name, row in b["memory"].items():
         share = row["measured"] / peak if peak and row["measured"] is not None else None
         rows.append((name, show(row["measured"], ".3f", GIB), show(row["formula"], ".3f", GIB), show(share, ".1%")))
     columns = ("memory", "measured, GiB", "formula, GiB", "share of the measured peak")
@@ -251,9 +228,9 @@ def _memory_lines(b: Breakdown) -> list[str]:
     ]
 
 
-def _time_lines(b: Breakdown) -> list[str]:
-    step = b.time["step"]["total"]
-    timed = seconds_of_steps({"time": b.time, "steps": b.steps})
+def _time_lines(b: dict[str, Any]) -> list[str]:
+    step = b["time"]["step"]["total"]
+    timed = seconds_of_steps(b)
 
     def share(part: str, otherwise: float | None) -> str:
         """Of the step, with the 90 % interval over the timed steps, or another figure without one."""
@@ -264,45 +241,41 @@ def _time_lines(b: Breakdown) -> list[str]:
 
     rows: list[tuple[str, ...]] = []
     for part in ("embedding", "norms", "mixer", PROJECTIONS, SCAN, "mlp", "loss"):
-        total = sum(value or 0 for value in b.time[part].values())
-        of_part = sum(sum(b.flops[component].values()) for component in FLOPS_OF.get(part, ())) if b.flops else 0
+        total = sum(value or 0 for value in b["time"][part].values())
+        of_part = sum(sum(b["flops"][component].values()) for component in FLOPS_OF.get(part, ())) if b["flops"] else 0
         rate = of_part / total if of_part and total else None
         rows.append(
             (
                 part if part in TIMED else f"of it {part.removeprefix('mixer/')}",
-                *(show(b.time[part][pass_], ".2f", 1e-3) for pass_ in PASSES),
+                *(show(b["time"][part][pass_], ".2f", 1e-3) for pass_ in PASSES),
                 share(part, total / step if step else None),
                 "-" if rate is None else _digits(rate / 1e12),
-                show(rate / b.peak_flops_per_second if rate and b.peak_flops_per_second else None, ".1%"),
+                show(rate / b["peak_flops_per_second"] if rate and b["peak_flops_per_second"] else None, ".1%"),
             )
         )
     for name in ("optimizer", REST, "step", "host"):
-        spent = median(timed, REST) if name == REST else b.time[name]["total"]
+        spent = median(timed, REST) if name == REST else b["time"][name]["total"]
         of_step = share(name, spent / step if step and spent is not None else None)
         rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {of_step}", "", ""))
     passes = (f"{pass_}, ms" for pass_ in PASSES)
     columns = ("time", *passes, "share of the step", "TFLOP/s", "share of the peak rate")
-    intervals = (
-        f" Shares with an interval: the median over {len(b.steps)} steps of one process, and Student's 90 % interval "
-        "of the mean, which one slow step widens."
-    )
     return [
         *Table(columns, rows, words=("time",)).markdown(),
         "",
-        f"MFU {show(b.mfu, '.1%')} (the products that the model's definition needs), {show(b.mfu_6n, '.1%')} by 6N, "
-        f"{show(b.hardware_utilisation, '.1%')} with all that the kernels compute. "
-        "A part's time is the device's between entering and leaving it, gaps included; what the CPU "
-        f"does between steps is in none of these times.{intervals if len(b.steps) > 1 else ''}",
+        f"Shares: the median over {len(b['steps'])} steps of one process, and Student's 90 % interval of the mean, "
+        f"which one slow step widens. MFU {show(b['mfu'], '.1%')} (products that the model's definition needs), "
+        f"{show(b['mfu_6n'], '.1%')} by 6N, {show(b['hardware_utilisation'], '.1%')} with all that kernels compute. "
+        "A part's time is the device's between entering and leaving it, gaps included.",
         "",
-        "projections: the mixers' linear layers. scan: everything else in the mixers, which is the recurrence or the "
-        "attention, convolutions, gates and norms. host: until the CPU had given the device all work of the step. "
-        "Where that is close to the whole step, the parts hold gaps in which the device waits.",
+        "projections: the mixers' linear layers. scan: everything else in the mixers (recurrence or attention, "
+        "convolutions, gates, norms). host: until the CPU had given the device all work of the step. Where that is "
+        "close to the whole step, the parts hold gaps in which the device waits.",
         "",
     ]
 
 
-def _flops_lines(b: Breakdown) -> list[str]:
-    of_parts = b.flops or {}
+def _flops_lines(b: dict[str, Any]) -> list[str]:
+    of_parts = b["flops"] or {}
     total = sum(sum(row.values()) for row in of_parts.values())
     rows = [
         (name, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total:.1%}")
@@ -311,7 +284,7 @@ def _flops_lines(b: Breakdown) -> list[str]:
     ]
     if update := of_parts.get("optimizer", {}).get("update"):
         rows.append((f"optimizer: {update:.3e}", "", "", "", f"{update / total:.1%}"))
-    if b.flops is None:
+    if b["flops"] is None:
         rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
     columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
     return [*Table(columns, rows, words=columns[:1]).markdown(), ""]

@@ -168,7 +168,7 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
     off = costs.uncertainty(gpu)
     fast, slow = seconds * (1 - off), seconds * (1 + off)
     speed = [plan.tokens_per_step / time for time in (slow, fast)]
-    shares = [
+    mfu = [
         costs.mfu(
             arch,
             seq_len=trainer.seq_len,
@@ -180,10 +180,12 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
         for tokens in speed
     ]
     hours = [time * plan.total_steps * plan.world_size / 3600 for time in (fast, slow)]
-    price = [time * config.gpu_price for time in hours] if config.gpu_price is not None else None
+    price = "; gpu_price=PRICE of an hour gives its price"
+    if config.gpu_price is not None:
+        price = f", price {hours[0] * config.gpu_price:,.2f} to {hours[1] * config.gpu_price:,.2f}"
     unit = plan.world_size // config.parallel.data_ranks(plan.world_size)  # sequences that the ranks can share
     batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
-    basis = (
+    rows = (
         "9 of 10 committed rows of H100 and H200 lie within it"
         if gpu.is_measured
         else "no committed row is of this GPU"
@@ -192,13 +194,12 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
         *lines,
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
         f"  speed          {speed[0]:,.0f} to {speed[1]:,.0f} tokens/s"
-        + ("" if None in shares else f", MFU {shares[0]:.0%} to {shares[1]:.0%}"),
+        + ("" if None in mfu else f", MFU {mfu[0]:.0%} to {mfu[1]:.0%}"),
         f"  the whole run  {duration(fast * plan.total_steps)} to {duration(slow * plan.total_steps)}, "
         + " to ".join(f"{time:,.{2 if hours[0] >= 0.1 else 4}f}" for time in hours)
-        + " GPU-hours"
-        + (f", price {price[0]:,.2f} to {price[1]:,.2f}" if price else "; gpu_price=PRICE of an hour gives its price"),
+        + f" GPU-hours{price}",
         f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={unit * batch}'}, without fragmentation",
-        f"  the range of times is {off:.0%}: {basis}",
+        f"  the range of times is {off:.0%}: {rows}",
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
     ]
 
@@ -236,15 +237,13 @@ def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
 
 def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
     """Expected seconds of all steps; None if FLOPs or the device's peak rate are unknown."""
-    if (flops := kernel_flops(plan, arch)) is None:
-        return None
-    _, share, rate = _assumed_rate(plan)
-    seconds = costs.time_estimate(flops.total, rate, share)
+    flops, (_, share, rate) = kernel_flops(plan, arch), _assumed_rate(plan)
+    seconds = None if flops is None else costs.time_estimate(flops.total, rate, share)
     return None if seconds is None else seconds * plan.total_steps
 
 
 def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
-    """The device, its peak rate in FLOP/s (measured on a CPU) and the share of it that a run should reach."""
+    """The device, the share of its peak rate that a run should reach, and that rate in FLOP/s (measured on a CPU)."""
     if plan.device.type == "cpu":
         return "this CPU", costs.ASSUMED_CPU_SHARE, _cpu_rate(compute_dtype(plan.precision))
     name = torch.cuda.get_device_name(plan.device)
@@ -275,21 +274,18 @@ def inputs_elsewhere(config: Config, *, resumes: bool = False) -> tuple[list[Dat
             try:
                 _ = path is None or find_files(path, key)
             except DataError as error:
-                missing.append(
-                    DataError(error.cause, f"{error.remedy} (docs/data.md), or use data=stdlib, which needs no file")
-                )
-    elif isinstance(data, HubDataConfig) and not Path(data.path).expanduser().is_dir():
-        if DATA_OF_HUB.fullmatch(data.path):
-            of_hub.append(data.path)
-        else:
-            remedy = "give a local copy of the data set, or its name on the hub, in data.path"
-            missing.append(DataError(f"data.path={data.path} is no directory", remedy))
-    for key, source in ("init_from", config.init_from), ("continue_from", None if resumes else config.continue_from):
-        if source is None or Path(source).is_dir():
+                remedy = f"{error.remedy} (docs/data.md), or use data=stdlib, which needs no file"
+                missing.append(DataError(error.cause, remedy))
+    directories = [
+        ("data.path", data.path if isinstance(data, HubDataConfig) else None, DATA_OF_HUB, "give a copy or a hub name"),
+        ("init_from", config.init_from, MODEL_OF_HUB, "name the directory of a run; train.py makes one"),
+        ("continue_from", None if resumes else config.continue_from, None, "name a run's directory"),
+    ]
+    for key, path, hub, remedy in directories:
+        if path is None or Path(path).is_dir():
             continue
-        if key == "init_from" and MODEL_OF_HUB.fullmatch(source) and not Path(source).parent.is_dir():
-            of_hub.append(source)
+        if hub and hub.fullmatch(path) and (key == "data.path" or not Path(path).parent.is_dir()):
+            of_hub.append(path)
         else:
-            remedy = f"name the directory of a run in {key}; train.py makes one"
-            missing.append(DataError(f"{key}={source} is no directory", remedy))
+            missing.append(DataError(f"{key}={path} is no directory", remedy))
     return missing, of_hub

@@ -1,8 +1,6 @@
 """Run a sweep's points as jobs of Slurm, or as processes that submitit starts on this machine."""
 
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ SHARED = (
     "timeout_min",
 )
 _OF_EXECUTOR = "max_num_timeout"  # how often Slurm requeues a job that ran out of time
-_COMMANDS = ("srun", "sbatch")  # of Slurm: submitit calls them on this machine
 
 
 class Job:
@@ -53,39 +50,6 @@ def launch(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Seque
         submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError: a job was lost. All other jobs have
             ended.
     """
-    problems = [
-        error for job in _submit(function, jobs, overrides, directory) if (error := job.exception()) is not None
-    ]
-    if problems:
-        raise problems[0]
-
-
-def sbatch_text(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequence[str], directory: Path) -> str:
-    """What :func:`launch` would give to sbatch, or "" without Slurm. Nothing is submitted; Slurm need not be here.
-
-    submitit writes it for commands that stand in for Slurm's.
-
-    Raises:
-        ConfigError: submitit is missing or rejects a resource.
-    """
-    if read_launcher(overrides)[0] != "slurm":
-        return ""
-    with tempfile.TemporaryDirectory() as folder:
-        for command in _COMMANDS:
-            (Path(folder) / command).write_text("#!/bin/sh\necho Submitted batch job 1\n", encoding="utf-8")
-            (Path(folder) / command).chmod(0o755)
-        path = os.environ.get("PATH", "")
-        os.environ["PATH"] = f"{folder}{os.pathsep}{path}"
-        try:
-            _submit(function, jobs, overrides, Path(folder) / "cluster")
-        finally:
-            os.environ["PATH"] = path
-        text = next(Path(folder).rglob("*.sh")).read_text(encoding="utf-8")  # there may be a copy
-        return text.replace(str(Path(folder) / "cluster"), str(directory))
-
-
-def _submit(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequence[str], directory: Path) -> Any:
-    """submitit's jobs, as :func:`launch` says."""
     cluster, resources = read_launcher(overrides)
     try:
         import submitit
@@ -93,13 +57,13 @@ def _submit(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequ
         raise ConfigError(
             f"submitit cannot be imported ({first_line(error)})", f"{how_to_install('submitit')} 'submitit>=1.5'"
         ) from error
-    away = [command for command in _COMMANDS if cluster == "slurm" and shutil.which(command) is None]
     try:
         options = {f"slurm_{_OF_EXECUTOR}": resources.pop(_OF_EXECUTOR)} if _OF_EXECUTOR in resources else {}
         executor = submitit.AutoExecutor(folder=directory / ".submitit" / "%j", cluster=cluster, **options)
         executor.update_parameters(**{key if key in SHARED else f"slurm_{key}": v for key, v in resources.items()})
-        return executor.map_array(Job(function), list(jobs))
+        submitted = executor.map_array(Job(function), list(jobs))
     except (AssertionError, NameError, OSError, RuntimeError, TypeError, ValueError) as error:
+        away = [command for command in ("srun", "sbatch") if cluster == "slurm" and shutil.which(command) is None]
         if away:
             raise ConfigError(
                 f"{LAUNCHER}submitit_slurm needs {' and '.join(away)}, and PATH has no such command",
@@ -107,37 +71,32 @@ def _submit(function: Callable[[Any], Any], jobs: Sequence[Any], overrides: Sequ
             ) from error
         raise ConfigError(  # submitit or sbatch rejects a resource
             f"{' '.join(overrides)}: {' '.join(first_line(error).split())}",
-            f"correct the resource: {RESOURCE}KEY takes {', '.join(SHARED)}"
-            + (", and options of sbatch such as partition" if cluster == "slurm" else ""),
+            f"correct the resource: {RESOURCE}KEY takes {', '.join(SHARED)}, and options of sbatch such as partition",
         ) from error
+    problems = [problem for job in submitted if (problem := job.exception()) is not None]
+    if problems:
+        raise problems[0]
 
 
 def read_launcher(overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The cluster that overrides choose, and the resources that they ask for.
+    """The cluster that overrides choose, and the resources that they ask for. Only submitit knows which there are.
 
     Raises:
-        ConfigError: the overrides name no launcher or an unknown one, another key of Hydra's, or for this machine a
-            resource of Slurm. Only submitit knows which resources Slurm has.
+        ConfigError: the overrides name no launcher or an unknown one, or another key of Hydra's.
     """
     for override in overrides:
         if override.startswith(LAUNCHER) and override.removeprefix(LAUNCHER) not in CLUSTERS:
-            raise ConfigError(f"{override}: there is no such launcher", f"use {LAUNCHER}{' or '.join(CLUSTERS)}")
-        if not override.startswith((LAUNCHER, RESOURCE)):
+            raise ConfigError(f"{override}: there is no such launcher", f"choose {' or '.join(CLUSTERS)}")
+        if not override.startswith((LAUNCHER, RESOURCE)) or "=" not in override:
             raise ConfigError(
                 f"{override}: a sweep has no such key", f"of Hydra it takes {LAUNCHER}NAME and {RESOURCE}KEY=VALUE"
             )
     names = [override.removeprefix(LAUNCHER) for override in overrides if override.startswith(LAUNCHER)]
     if not names:
         raise ConfigError(f"{overrides[0]}: resources of no launcher", f"add {LAUNCHER}submitit_slurm")
-    cluster = CLUSTERS[names[-1]]
     settings = [override.removeprefix(RESOURCE) for override in overrides if override.startswith(RESOURCE)]
     try:
         resources = {key: yaml.safe_load(value) for key, _, value in (setting.partition("=") for setting in settings)}
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a value that looks like a date but is not one
         raise ConfigError(f"{', '.join(settings)}: a value cannot be read", "write numbers and plain words") from error
-    foreign = [key for key in resources if cluster == "local" and key not in SHARED]
-    if foreign:
-        raise ConfigError(
-            f"{RESOURCE}{foreign[0]} is a resource of Slurm", f"drop it, or choose {LAUNCHER}submitit_slurm"
-        )
-    return cluster, {"timeout_min": 60, "name": "linrnn", **resources}
+    return CLUSTERS[names[-1]], {"timeout_min": 60, "name": "linrnn", **resources}

@@ -14,6 +14,7 @@ from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError, SweepFailure
 from linrnn.core.files import write_json
 from linrnn.core.machine import GIB
+from linrnn.data import vocabulary_size
 from linrnn.distributed.launch import as_first_of
 from linrnn.experiments.points import Process, check_parallel, point_of
 from linrnn.experiments.sweep import check_gpus, in_another_process
@@ -28,38 +29,28 @@ NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of one batch.
+    """The result of one batch: whether all its steps ran within the budget, and its figures."""
 
-    Attributes:
-        batch: sequences.
-        fits: whether all its steps ran within the budget.
-        peak_bytes: most memory at once; None for a probe that ran out of memory.
-        tokens_per_second: None for a probe that does not fit.
-        tokens_per_second_is: how the speed was measured, from the probe's summary.
-    """
-
-    batch: int
+    batch: int  # sequences
     fits: bool
-    peak_bytes: int | None
-    tokens_per_second: float | None
-    tokens_per_second_is: str | None = None
+    peak_bytes: int | None  # None: it ran out of memory
+    tokens_per_second: float | None  # None: it does not fit
+    tokens_per_second_is: str | None = None  # how the speed was measured, from the probe's summary
+
+    def __str__(self) -> str:
+        peak = f", {self.peak_bytes / GIB:.2f} GiB" if self.peak_bytes else ""
+        speed = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+        return f"{self.batch} sequences: {'fit' if self.fits else 'do not fit'}{peak}{speed}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a search.
+    """The result of a search."""
 
-    Attributes:
-        batch: the largest batch that fitted; 0 if none did.
-        too_large: the smallest batch that did not fit; None if all did.
-        foreseen: the largest batch by the formulas, before any probe; None without formulas.
-        probes: in the order in which they ran.
-    """
-
-    batch: int
-    too_large: int | None
-    foreseen: int | None
-    probes: tuple[Probe, ...]
+    batch: int  # the largest that fitted; 0 if none did
+    too_large: int | None  # the smallest that did not fit; None if all did
+    foreseen: int | None  # the largest by the formulas, before any probe; None without formulas
+    probes: tuple[Probe, ...]  # in the order in which they ran
 
     @property
     def exact(self) -> bool:
@@ -110,6 +101,8 @@ def _by_peaks(probes: Sequence[Probe], budget: float) -> int | None:
 def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
     """Search with training runs. Print every probe and the answer, and write the answer as JSON.
 
+    With dry_run=true only the formulas answer, for this machine or `config.gpu`.
+
     Args:
         overrides: of train.py; `trainer.batch_size` among them has no effect.
 
@@ -117,9 +110,22 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier probe was
             made in another environment.
     """
-    budget = config.memory_budget_gib * GIB
-    if config.dry_run or config.gpu:
-        return _foresee(config, overrides, say)
+    if config.gpu and not config.dry_run:
+        raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
+    gpu = [f"gpu={config.gpu}"] if config.gpu else []
+    run: Config = load_config([*overrides, *gpu, f"group={config.group}", f"results_dir={config.results_dir}"])
+    check_parallel(run, config.ranks)
+    unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
+    of_one = dataclasses.replace(
+        run, trainer=dataclasses.replace(run.trainer, batch_size=unit, max_steps=config.probe_steps, max_tokens=None)
+    )
+    if config.dry_run:
+        foreseen, where = _foresee(dataclasses.replace(of_one, dry_run=True), config)
+        found = "unknown" if foreseen is None else f"{foreseen} sequences{' a rank' * (config.ranks > 1)}"
+        say(f"estimated for {where}: {found}")
+        say("nothing was run or written")
+        return Answer(foreseen or 0, None, foreseen, ())
+    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, config)
     of_probes = [
         *overrides,
         f"group={config.group}",
@@ -131,91 +137,84 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
         "logger.picture=false",
+        *([f"memory_budget_gib={config.memory_budget_gib}"] if on_gpu else []),
     ]
-    run: Config = load_config(of_probes)
-    check_parallel(run, config.ranks)
-    unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
-    of_one = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, batch_size=unit))
-    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, budget, config.ranks)
-    if on_gpu:
-        of_probes.append(f"memory_budget_gib={config.memory_budget_gib}")
 
     def probe(batch: int) -> Probe:
         say(f"  trying {batch} sequences for {config.probe_steps} steps")
         result = _probe([*of_probes, f"trainer.batch_size={unit * batch}"], batch, config, environment)
-        say(f"  {_line(result)}")
+        say(f"  {result}")
         return result
 
     expected = "unknown, hence measured" if foreseen is None else f"{foreseen} sequences"
     say(f"budget {config.memory_budget_gib:g} GiB; estimated: {expected}")
-    answer = search(probe, foreseen, budget, config.max_probes)
+    answer = search(probe, foreseen, config.memory_budget_gib * GIB, config.max_probes)
     for line in report(answer, on_gpu, config.ranks):
         say(line)
-    _write(config, overrides, answer, environment, say)
+    name = run_name(run, config.ranks)
+    directory = Path(config.results_dir) / config.group / "answers" / f"{name}-{config.memory_budget_gib:g}gib"
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        **names_of_run(run, name, config.ranks),
+        "world_size": config.ranks,
+        "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
+        "tie_embeddings": run.size.tie_embeddings,
+        "precision": run.trainer.precision,
+        "memory_budget_gib": config.memory_budget_gib,
+        "max_sequences": answer.batch,
+        "exact": answer.exact,
+        **dataclasses.asdict(answer),
+        "environment": environment,
+        "batch_size": answer.batch,
+    }
+    write_json(directory / "max_batch.json", content)
+    say(f"wrote {directory / 'max_batch.json'}")
     return answer
 
 
-def _foresee(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
-    """The answer of the formulas alone, for this machine or `config.gpu`.
+def _foresee(of_one: Config, config: FindMaxBatchConfig) -> tuple[int | None, str]:
+    """The largest batch by the formulas (None: there are none), and the GPU in words.
 
-    Raises:
-        ConfigError: a GPU that need not be here is named without dry_run=true.
+    Args:
+        of_one: a run with one sequence on each rank.
     """
     from linrnn import costs
-    from linrnn.data import vocabulary_size
     from linrnn.experiments.dry_run import largest_batch
     from linrnn.training.plan import make_training_plan
 
-    if not config.dry_run:
-        raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
-    gpu = [f"gpu={config.gpu}"] if config.gpu else []
-    run: Config = load_config([*overrides, *gpu, "dry_run=true", f"trainer.batch_size={config.ranks}"])
-    check_parallel(run, config.ranks)
     with as_first_of(config.ranks):
-        plan = make_training_plan(run)
-    budget = config.memory_budget_gib * GIB
-    budget = min(budget, costs.GPUS[config.gpu].memory_bytes) if config.gpu else budget
-    unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
-    batch = largest_batch(plan, plan.architecture(vocabulary_size(run.data)), budget, unit)
-    where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
-    found = "unknown" if batch is None else f"{batch} sequences{' a rank' * (config.ranks > 1)}"
-    say(f"estimated for {where} with {budget / GIB:.1f} GiB: {found}")
-    say("nothing was run or written")
-    return Answer(batch or 0, None, batch, ())
+        plan = make_training_plan(of_one)
+    budget, where = config.memory_budget_gib * GIB, "a GPU"
+    if config.gpu:
+        budget, where = min(budget, costs.GPUS[config.gpu].memory_bytes), costs.GPUS[config.gpu].name
+    arch = plan.architecture(vocabulary_size(of_one.data))
+    return largest_batch(plan, arch, budget, of_one.trainer.batch_size), f"{where} with {budget / GIB:.1f} GiB"
 
 
-def _look_ahead(config: Config, budget: float, ranks: int) -> tuple[bool, int | None, dict[str, Any]]:
-    """Whether the probes run on a GPU; the forecast (None without formulas); and this machine's environment.
-
-    Args:
-        config: of a run with one sequence on each of `ranks`.
-    """
+def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int | None, dict[str, Any]]:
+    """Whether the probes run on a GPU; the forecast (None without formulas); and this machine's environment."""
     import torch
 
     from linrnn.core.machine import available_memory
-    from linrnn.data import vocabulary_size
-    from linrnn.experiments.dry_run import largest_batch
     from linrnn.runs.environment import describe_environment
     from linrnn.training.plan import check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget
 
+    ranks, budget, there = config.ranks, config.memory_budget_gib, available_memory()
     with as_first_of(ranks):
-        plan = make_training_plan(config)
-        arch = plan.architecture(vocabulary_size(config.data))
-        on_gpu, there = plan.device.type == "cuda", available_memory()
+        plan = make_training_plan(of_one)
+        on_gpu = plan.device.type == "cuda"
         if on_gpu:
             check_gpus(ranks, torch.cuda.device_count())
-            check_memory_budget(budget / GIB, plan.device)
-        check_step_fits(plan, arch)
-    if not on_gpu and there is not None and ranks * budget > there:
+            check_memory_budget(budget, plan.device)
+        check_step_fits(plan, plan.architecture(vocabulary_size(of_one.data)))
+    if not on_gpu and there is not None and ranks * budget * GIB > there:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"memory_budget_gib={budget / GIB:g}{each} is more than the {there / GIB:.1f} GiB of memory that are free "
-            "here",
+            f"memory_budget_gib={budget:g}{each} is more than the {there / GIB:.1f} GiB of memory that are free here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-    foreseen = largest_batch(plan, arch, budget, unit=config.trainer.batch_size)  # `config` has one sequence on a rank
-    return on_gpu, foreseen, describe_environment()
+    return on_gpu, _foresee(of_one, config)[0], describe_environment()
 
 
 def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, environment: dict[str, Any]) -> Probe:
@@ -246,51 +245,19 @@ def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, env
     return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, summary["tokens_per_second_is"])
 
 
-def _line(probe: Probe) -> str:
-    peak = f", {probe.peak_bytes / GIB:.2f} GiB" if probe.peak_bytes else ""
-    speed = f", {probe.tokens_per_second:,.0f} tokens/s" if probe.tokens_per_second else ""
-    return f"{probe.batch} sequences: {'fit' if probe.fits else 'do not fit'}{peak}{speed}"
-
-
 def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     """The answer for people."""
     bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
     foreseen = "unknown" if answer.foreseen is None else answer.foreseen
     lines = [f"largest batch: {answer.batch} sequences{bound}, estimated {foreseen}, {len(answer.probes)} probes"]
-    lines += [f"  {_line(probe)}" for probe in answer.probes if probe.batch == answer.batch]
-    if answer.batch == 0 and answer.exact:
-        lines.append("  not even one fits: raise memory_budget_gib, lower trainer.seq_len, or choose a smaller size")
-    elif answer.batch == 0:
-        lines.append("  no batch that was tried fits, smaller ones were not tried: raise max_probes (why: train.log)")
+    lines += [f"  {probe}" for probe in answer.probes if probe.batch == answer.batch]
+    if answer.batch == 0:
+        smaller = (
+            "lower trainer.seq_len, or choose a smaller size" if answer.exact else "or max_probes (why: train.log)"
+        )
+        lines.append(f"  no batch that was tried fits: raise memory_budget_gib, {smaller}")
     if ranks > 1:
         lines.append(f"  sequences and memory are those of each of {ranks} ranks")
     if not on_gpu:
         lines.append("  memory is the process's resident set, Python and libraries included; the estimate is a GPU's")
     return lines
-
-
-def _write(
-    config: FindMaxBatchConfig, overrides: Sequence[str], answer: Answer, environment: dict[str, Any], say: Say
-) -> None:
-    from linrnn.data import vocabulary_size
-
-    run: Config = load_config([*overrides, f"group={config.group}"])
-    name = run_name(run, config.ranks)
-    answers = Path(config.results_dir) / config.group / "answers"
-    path = answers / f"{name}-{config.memory_budget_gib:g}gib" / "max_batch.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {
-        **names_of_run(run, name, config.ranks),
-        "world_size": config.ranks,
-        "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
-        "tie_embeddings": run.size.tie_embeddings,
-        "precision": run.trainer.precision,
-        "memory_budget_gib": config.memory_budget_gib,
-        "max_sequences": answer.batch,
-        "exact": answer.exact,
-        **dataclasses.asdict(answer),
-        "environment": environment,
-        "batch_size": answer.batch,
-    }
-    write_json(path, content)
-    say(f"wrote {path}")

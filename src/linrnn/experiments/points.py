@@ -1,9 +1,11 @@
 """One point of a sweep: foresee its needs, run it in processes of its own, turn any end of them into a status."""
 
+import contextlib
 import ctypes
 import dataclasses
 import fcntl
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -31,10 +33,6 @@ START_SECONDS = 15.0  # from a command to its first step: about 8 on an idle CPU
 LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
 LOGS = "sweep_logs"  # in a group's directory: what each point printed
 ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
-
-
-class PointTakenError(ConfigError):
-    """Another sweep is running the point."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +83,15 @@ class Point:
         resume = "must" if self.config.trainer.resume == "must" else "auto"
         return RunDirectory(self.directory, identity=identity(self.config, self.ranks), resume=resume)
 
-    def claim(self) -> BinaryIO:
-        """The log, locked against other sweeps until it is closed. The system closes it when this process ends.
-
-        Raises:
-            PointTakenError: another sweep has the lock.
-        """
+    def claim(self) -> BinaryIO | None:
+        """The log, locked against other sweeps until it is closed or this process ends; None if another has it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("ab")
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.close()
-            raise PointTakenError(
-                f"{self.directory} is being run by another sweep", "wait for it, or choose another group"
-            ) from None
+            return None
         return log
 
     def summary(self) -> dict[str, Any] | None:
@@ -116,18 +108,16 @@ class Point:
         Raises:
             ConfigError: the directory holds a run with more steps than this point asks for.
         """
-        summary = self.summary()
-        if summary is None or summary["status"] not in ("finished", *ANSWERS):
-            return False
-        if summary["status"] in ANSWERS:
-            return not retry
-        if self.total_steps and summary["steps"] > self.total_steps:
+        summary = self.summary() or {"status": "none"}
+        if summary["status"] != "finished":
+            return summary["status"] in ANSWERS and not retry
+        steps, total = summary["steps"], self.total_steps or summary["steps"]
+        if steps > total:
             raise ConfigError(
-                f"{self.directory} holds a run of {summary['steps']} steps, and {self.label} stops at "
-                f"{self.total_steps}",
-                f"use {ending_at(summary['steps'], self.config)}, or choose another group",
+                f"{self.directory} holds a run of {steps} steps, and {self.label} stops at {total}",
+                f"use {ending_at(steps, self.config)}, or choose another group",
             )
-        return summary["steps"] == (self.total_steps or summary["steps"])
+        return steps == total
 
 
 # -------------------------------------------------------------------------------------------------------- foresee
@@ -244,7 +234,7 @@ class Process:
         command: the command of each rank; None: `python train.py` with the point's overrides.
 
     Raises:
-        PointTakenError: another sweep is running the point. Its log is not touched.
+        ConfigError: another sweep is running the point. Its log is not touched.
     """
 
     def __init__(
@@ -255,7 +245,10 @@ class Process:
         command: Sequence[str] | None = None,
     ) -> None:
         self.point = point
-        self._claim = claim or point.claim()
+        taken = claim or point.claim()
+        if taken is None:
+            raise ConfigError(f"{point.directory} is being run by another sweep", "wait for it, or use another group")
+        self._claim = taken
         self._summary_before = point.written_at()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
@@ -306,8 +299,9 @@ class Process:
             time.sleep(POLL_SECONDS)
 
     def last_line(self) -> str:
-        """The last line that it printed about its progress or its end."""
-        return last_told(self.point.log.read_text(errors="replace", encoding="utf-8"))
+        """The last line about progress or end: at the left edge, without the summary's figures and hints below it."""
+        lines = self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
+        return next((line for line in reversed(lines) if line.strip() and line[0] != " " and line != HINTS), "")
 
     def finish(self) -> dict[str, Any]:
         """Wait for its end, and return its summary (:meth:`conclude`). An error or Ctrl-C here ends it at once."""
@@ -334,10 +328,9 @@ class Process:
 
     def _reason(self, code: int) -> str:
         if code < 0:
-            host_memory = "; perhaps the machine ran out of host memory" if -code == signal.SIGKILL else ""
+            host_memory = "; perhaps the machine ran out of host memory" * (-code == signal.SIGKILL)
             return f"killed by {signal.Signals(-code).name}{host_memory}"
-        lines = self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
-        errors = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
+        errors = re.findall("error: (.*)", self.point.log.read_text(errors="replace", encoding="utf-8"))
         return (errors or [self.last_line()])[-1] or f"exit code {code}"
 
 
@@ -366,7 +359,10 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     try:
         if (finished := directory.read_summary()) and point.is_answered(retry=True):
             return finished
-        summary |= _trained(directory.metrics)
+        with contextlib.suppress(DataError):  # the file is damaged
+            for record in read_jsonl(directory.metrics):
+                if record.get("train/tokens") is not None:
+                    summary |= {"steps": record["step"], "tokens": record["train/tokens"]}
         if not directory.resumed:
             directory.begin(to_yaml(point.config))
         if status != "unsupported" or not summary["steps"]:
@@ -376,21 +372,6 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     return summary
 
 
-def _trained(metrics: Path) -> dict[str, int]:
-    """Steps and tokens of a run's last record; empty if there is none, or the file is damaged."""
-    try:
-        records = [record for record in read_jsonl(metrics) if record.get("train/tokens") is not None]
-    except DataError:
-        return {}
-    return {"steps": records[-1]["step"], "tokens": records[-1]["train/tokens"]} if records else {}
-
-
 def _end_with_parent() -> None:
     """In the child process: receive SIGTERM when the parent dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def last_told(output: str) -> str:
-    """The last line at the left edge of a run's output: below the others stand the summary's figures and hints."""
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith(" ") and line != HINTS]
-    return lines[-1] if lines else ""

@@ -1,12 +1,12 @@
 """Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
+import math
 import os
 import re
 import shlex
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from linrnn.config.bounds import check_outputs
@@ -24,14 +24,13 @@ from linrnn.core.errors import (
 from linrnn.core.interrupts import StopRequest, worker_processes
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started, python
-from linrnn.experiments.launching import launch, sbatch_text
+from linrnn.experiments.launching import launch, read_launcher
 from linrnn.experiments.points import (
     ANSWERS,
     LOGS,
     POLL_SECONDS,
     START_SECONDS,
     Point,
-    PointTakenError,
     Process,
     foresee,
     write_summary,
@@ -67,14 +66,13 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     overrides = [override for override in overrides if override not in launcher]
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), ranks)
     if launcher:
+        read_launcher(launcher)  # a wrong one is refused at once
         points = [point.on_a_cluster() for point in points]
     slots = [] if launcher else slots_of(config.jobs, gpus, ranks, share=config.share_gpus)
     ahead = pending(points, config.retry)
     if config.dry_run:
         for line in listing(points, config, gpus):
             say(line)
-        if launcher and ahead and (text := sbatch_text(run_alone, ahead, launcher, _cluster_files(ahead).absolute())):
-            say(f"\nwould be given to sbatch:\n\n{text}")
         return
     for point in points:
         check_outputs(point.config)
@@ -132,20 +130,20 @@ def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]
     for point in points:
         state, reason = _state(point, config.retry)
         states[state] += 1
-        budget = point.config.memory_budget_gib
+        budget = point.config.memory_budget_gib or math.inf
         if reason:
             state += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
-        elif state == "to run" and budget and (point.memory_bytes or 0) > budget * GIB:
+        elif state == "to run" and (point.memory_bytes or 0) > budget * GIB:
             state += f", will hardly fit the {budget:g} GiB budget"
         memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
         seconds = "unknown" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
+    lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())]
+    lines.append(f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}")
+    if config.sweep.ranks > 1:
+        lines.append(f"each point has {config.sweep.ranks} ranks; its memory is that of one")
     return [
         *lines,
-        "",
-        *(f"({number}) {reason}" for reason, number in reasons.items()),
-        f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}",
-        *([f"each point has {config.sweep.ranks} ranks; its memory is that of one"] if config.sweep.ranks > 1 else []),
         "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with "
         f"{START_SECONDS:.0f} s a point to start, without tuning"
         + _in_all(pending(points, config.retry), config, gpus),
@@ -164,20 +162,18 @@ def check_inputs(points: Sequence[Point]) -> list[str]:
     Raises:
         DataError: no point has its data and weights here.
     """
-    lacking: dict[str, list[Point]] = {}
-    for point in points:
-        if point.missing is not None:
-            lacking.setdefault(point.missing.cause, []).append(point)
-    if points and sum(map(len, lacking.values())) == len(points):
-        remedies = dict.fromkeys(point.missing.remedy for point in points if point.missing is not None)
+    lacking = [point.missing for point in points if point.missing is not None]
+    if points and len(lacking) == len(points):
+        causes, remedies = (dict.fromkeys(words) for words in zip(*((e.cause, e.remedy) for e in lacking), strict=True))
         raise DataError(
-            f"none of {len(points)} points can start: {'; '.join(lacking)}",
+            f"none of {len(points)} points can start: {'; '.join(causes)}",
             f"{'; '.join(remedies)}; nothing was started",
         )
-    return [
-        f"{', '.join(point.label for point in those)} will fail: not on this machine: {cause}"
-        for cause, those in lacking.items()
-    ]
+    by_cause: dict[str, list[str]] = {}
+    for point in points:
+        if point.missing is not None:
+            by_cause.setdefault(point.missing.cause, []).append(point.label)
+    return [f"{', '.join(those)} will fail: not on this machine: {cause}" for cause, those in by_cause.items()]
 
 
 def _state(point: Point, retry: bool) -> tuple[str, str | None]:
@@ -236,15 +232,12 @@ def run_points(
 
     def start_next() -> None:
         point = waiting.popleft()
-        waiting.append(point)  # until it is claimed
-        try:
-            claim = point.claim()
-        except PointTakenError:
+        claim = point.claim()
+        if claim is None or point.run_directory().in_use():  # by another sweep, a single run, or one that is ending
+            waiting.append(point)
+            if claim:
+                claim.close()
             return
-        if point.run_directory().in_use():  # by a single run, or an earlier sweep's process that is ending
-            claim.close()
-            return
-        waiting.pop()
         summary, is_new = point.summary(), point.written_at() != before[point.directory]
         if summary and point.is_answered(retry=not is_new):
             claim.close()
@@ -362,13 +355,9 @@ def run_alone(point: Point) -> str:
     return str(Process(point, {}).finish()["status"])
 
 
-def _cluster_files(points: Sequence[Point]) -> Path:
-    return points[0].directory.parent / LOGS / "cluster"
-
-
 def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
-    directory = _cluster_files(points)
+    directory = points[0].directory.parent / LOGS / "cluster"
     say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
     problem, before = "the job left no summary", [point.written_at() for point in points]
     try:

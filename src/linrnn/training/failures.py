@@ -59,8 +59,8 @@ def explained(
     if failure is error and accessed_illegally(error):
         failure = LinrnnError(  # CUDA reports the access at a later call
             f"a GPU kernel accessed memory that is not its own, {where} or just before ({first_line(error)})",
-            "CUDA_LAUNCH_BLOCKING=1 HYDRA_FULL_ERROR=1 shows the call; scripts/check_recurrence.py compares FLA's "
-            "kernels with plain torch; try another version of Triton or larger heads",
+            "CUDA_LAUNCH_BLOCKING=1 HYDRA_FULL_ERROR=1 shows the call; docs/models.md has a check of FLA's kernels; "
+            "try another version of Triton or larger heads",
         )
         failure.__cause__ = error
     return "failed", failure
