@@ -3,8 +3,7 @@
 from .api import PRESETS, linear_cross_entropy
 from .cost.measure import profile
 from .huggingface.fla_backend import register_in_fla
-from .huggingface.patch import is_patched, patch, unpatch
-from .huggingface.trainer import patch_trainer
+from .huggingface.patch import is_patched, patch, patch_trainer, unpatch
 from .huggingface.trl import register_in_trl
 from .log_probs import linear_log_probs, predicted_tokens
 from .module import LinearCrossEntropyLoss

@@ -7,18 +7,13 @@ kahan   compensated summation: the value in the gradient's own dtype, and its ro
 fp32    an fp32 tensor, rounded once at the end
 
 An fp32 gradient is summed in fp32 in all three cases. `lost` is int8 in units of 1 / 256 of the value's last place.
-This file holds the arithmetic in torch, kernels/kahan.py in Triton.
+This file holds the arithmetic in torch, triton/kahan.py in Triton.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def value_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
-    """The dtype in which a gradient of `dtype` is summed."""
-    return torch.float32 if accumulate == "fp32" else dtype
 
 
 def compensated(dtype: torch.dtype, accumulate: str) -> bool:
@@ -52,7 +47,7 @@ class Accumulator:
         value: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.dtype = dtype
-        summed_in = value_dtype(dtype, accumulate)
+        summed_in = torch.float32 if accumulate == "fp32" else dtype
         if value is None or value.dtype != summed_in:
             value = like.new_empty(shape, dtype=summed_in)
         self.value = value

@@ -275,7 +275,10 @@ def _backward(
         bias = None if x.bias is None else x.bias.contiguous()
         entropy = rule = None
         if up.metrics is not None and metrics is not None:
-            entropy = torch.stack(_of_entropy(up.metrics[1], metrics[1], columns, saved.lost))
+            grad_h, h = (where_it_counts(of[1], columns) for of in (up.metrics, metrics))
+            if saved.lost is not None:  # for exp(z − lse) in place of p
+                grad_h, h = grad_h * torch.exp(-saved.lost), h - saved.lost
+            entropy = torch.stack((grad_h, h))
         if spread is not None:
             # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
             elsewhere = o.label_smoothing * spread.size / spread.vocab
@@ -299,12 +302,6 @@ def _backward(
         if same is not None:
             same.check(DIFFERENT)
     return grad_e, grad_c, grad_bias
-
-
-def _of_entropy(grad: Tensor, entropy: Tensor, columns: Tensor, lost: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows' entropies and the entropies (N,), for exp(z − lse) in place of p."""
-    grad, entropy = where_it_counts(grad, columns), where_it_counts(entropy, columns)
-    return (grad, entropy) if lost is None else (grad * torch.exp(-lost), entropy - lost)
 
 
 def _finished(

@@ -189,10 +189,10 @@ def most_splits(row_tiles: int, programs: int) -> int:
 
 
 def _storable(p: Problem, o: Options) -> bool:
-    # Without a softcap, label smoothing has rank one (kernels/smoothing.py). Stand-in targets of shards would take a
+    # Without a softcap, label smoothing has rank one (triton/smoothing.py). Stand-in targets of shards would take a
     # share.
     smoothed = o.label_smoothing > 0 and (o.softcap is not None or p.sharded)
-    # A bias's gradient is divided by logit_scale (kernels/targets/bias.py).
+    # A bias's gradient is divided by logit_scale (triton/targets/bias.py).
     plain = o.filter_eps is None and not smoothed and not (p.has_bias and o.logit_scale == 0)
     # fp16 has too narrow a range for exponentials that no row maximum scales, and for gradients that hold their sums.
     held = (p.grad_e, None if p.main_grad else p.grad_c)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import BF16, Case, draw
-from cce_kernels.row_math import Operands
+from cce_kernels import backends, linear_cross_entropy, linear_log_probs, planner
+from cce_kernels.backends import with_triton
 from cce_kernels.runtime.launch import kind_of
 from cce_kernels.runtime.tiles import SHORT, Row
 from cce_kernels.triton import hopper
@@ -83,6 +84,11 @@ class Launch:
         return self.kernel.run(*self.args, grid=(1,), warmup=True, **self.options)
 
 
+def zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """New memory holds zeros: no kernel runs that would write indices."""
+    return lambda *args, **options: function(*args, **options).zero_()
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[Launch]:
     """From now on launches are those for a device of this compute capability. They run nothing.
 
@@ -147,75 +153,42 @@ class Plan:
 
 
 def launch_all(
-    case: Case, dtypes=None, rows: int = 0, with_metrics: bool = False, with_lse: bool = False,
-    weighted: bool = False, skip: bool = False,
+    case: Case, dtypes=None, rows: int = 0, unweighted: bool = True, entropies: bool = False, skip: bool = False,
+    **options: Any,
 ) -> None:  # fmt: skip
-    """Launch the kernels of a case's forward and backward pass, with stored exponentials of `rows` per chunk if given.
+    """Launch the kernels of a call and of its backward pass: three products in chunks of `rows`, or four for 0.
 
-    weighted: the rows' losses have weights. skip: ignored rows are left out. Both need `rows`.
-    with_lse: each row has gradients of its own, also its log-sum-exp. Needs `rows`, one chunk.
-
-    Nothing runs, so the tensors' values are meaningless.
+    dtypes: of e and c, if they are not those of the products. skip: ignored rows are left out. Nothing runs, so that
+    the values are meaningless.
     """
-    from cce_kernels.backends import with_triton
-    from cce_kernels.filter.rule import FilterStats
-    from cce_kernels.options import Options
-    from cce_kernels.several_targets import Several
-
+    if dtypes:
+        case = replace(case, dtype=dtypes[0], dtype_c=dtypes[1])
     e, c, targets, bias = draw(case, "cpu")
-    several = added = None
+    options |= {"bias": bias, **case.options}
+    if not unweighted:
+        options["token_weights"] = torch.ones(targets.shape)
     if case.several:
-        several, added = Several(targets, torch.ones(targets.shape)), (targets, torch.ones(targets.shape))
-        targets = targets[:, 0].contiguous()
-    e, c, options = (
-        with_triton.prepare(e.detach(), e.dtype),
-        with_triton.prepare(c.detach(), c.dtype),
-        Options(**case.options),
-    )
-    bias = None if bias is None else bias.detach()
-    columns, z_target = with_triton.find_targets(e, c, bias, targets, -100, options)
-    if several is not None:
-        with_triton.logits_at(e, c, bias, several.columns, options)
-    ones = torch.ones(e.shape[0])
-    dtypes = dtypes or (e.dtype, c.dtype, None if bias is None else bias.dtype)
-    if rows:
-        stored = with_triton.three_products
-        weights = ones if weighted else None
-        _, held, sums = stored.forward(
-            e, c, columns, rows, dtypes, with_metrics, options, z_target=z_target, with_lse=with_lse, weights=weights,
-            bias=bias, skip=skip, several=several,
-        )  # fmt: skip
-        upstream = (ones, ones) if with_lse else (ones[0], None)
-        stored.backward(
-            e, c, targets, upstream[0], rows, held, sums, None, options, grad_lse=upstream[1], weights=weights,
-            several=several,
-        )  # fmt: skip
-        _, counted = with_triton.reduce_loss(ones, columns, "mean", weights)
-        with_triton.mean_gradient(ones[0], counted)
-        return
-    with_triton.forward(e, c, bias, columns, with_metrics, options, z_target)
-    stats = FilterStats(FilterStats.empty(e.device), c.shape[0])
-    a, b = with_triton.row_coefficients(ones, ones[:1].expand(len(ones)), ones, columns, options, ones)
-    with_triton.backward(Operands(e, c, bias, targets, ones, a, b), 512, options, dtypes, None, stats, added=added)
+        options["target_weights"] = torch.ones(targets.shape)
+    function = linear_cross_entropy
+    if entropies:
+        function, options["return_entropy"] = linear_log_probs, True
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", BF16, enabled=bool(dtypes)):
+        patch.setattr(backends, "_backend_on", lambda device: with_triton)
+        for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            patch.setattr(place, name, zeroed(getattr(place, name)))
+        patch.setattr(planner, "LEAST_SKIPPED", 0 if skip else 2**60)
+        if "filter_unbiased" not in options:
+            patch.setattr(with_triton, "plan", lambda *_: planner.Plan(rows, 512))
+        found = function(e, c, targets, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        sum(x.sum() for x in found if isinstance(x, torch.Tensor)).backward()
 
 
-def launch_lists(dtype, unbiased: bool, mass: float | None, **case: Any) -> None:
+def launch_lists(dtype, unbiased: bool, mass: float | None) -> None:
     """As `launch_all`, for a filter that uses lists; gradients have `dtype`."""
-    from cce_kernels.backends import with_triton
-    from cce_kernels.filter.rule import FilterStats
-    from cce_kernels.options import Options
-
-    o = Options(filter_eps=2.0**-10, filter_unbiased=unbiased, filter_mass=mass)
-    e, c, targets, _ = draw(Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192} | case), "cpu")
-    e, c, ones = e.detach(), c.detach(), torch.ones(e.shape[0])
-    state = with_triton.select.forward(e, c, targets, 8000, False, o)[1]
-    if unbiased:  # nothing has run that would have ranked and drawn
-        lists = with_triton.select.Lists.of(state)
-        for x in (lists.rank, lists.likely, lists.sample.columns, lists.sample.rows):
-            x.zero_()
-    stats = FilterStats(FilterStats.empty(e.device), c.shape[0])
-    operands = Operands(e, c, None, targets, ones, ones, ones)
-    with_triton.gather.backward(operands, state, 4096, o, (dtype, dtype), None, stats)
+    case = Case("lists", dtype=BF16, **PLAIN | {"dim": 2304, "vocab": 8192})
+    options = {"filter_eps": 2.0**-10, "filter_unbiased": unbiased, "filter_mass": mass, "return_stats": True}
+    launch_all(case, (dtype, dtype), **options)
 
 
 # With every tile of a row of the table (runtime/tiles.py).
@@ -225,10 +198,10 @@ _FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_ep
 _SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048, "shape": (1024,)}, options={"softcap": 20.0})
 _EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 1152}, options=EVERYTHING)
 OF_THE_TABLE: dict[str, Callable[[], None]] = {
-    "recomputed": partial(launch_all, _EVERY_OPTION, with_metrics=True),
+    "recomputed": partial(launch_all, _EVERY_OPTION, return_metrics=True),
     "filtered": partial(launch_all, _FILTERED),
-    "stored": partial(launch_all, _SOFTCAP, rows=1024, with_metrics=True),
-    "stored-short": partial(launch_all, SHORT_ROWS, rows=128, with_metrics=True),
+    "stored": partial(launch_all, _SOFTCAP, rows=1024, return_metrics=True),
+    "stored-short": partial(launch_all, SHORT_ROWS, rows=128, return_metrics=True),
 }
 
 

@@ -156,7 +156,7 @@ def backward(
     for chunk in _chunks(vocab, width):
         c_chunk = c[chunk].float()
         z = _logits(e32, c_chunk, None if bias is None else bias[chunk], o)
-        slope = None if o.softcap is None else _softcap_slope(z, o.softcap)
+        slope = None if o.softcap is None else 1 - (z / o.softcap).square_()
         here, place = _targets_in(columns, chunk)
         at_target = torch.where(here, ((1 - o.label_smoothing) * b)[:, None], 0)
         p, of_entropy = _probabilities(z, lse, entropy)
@@ -245,17 +245,7 @@ def _finished(z: Tensor, bias: Tensor | None, o: Options) -> Tensor:
         z *= o.logit_scale
     if bias is not None:
         z += bias
-    return z if o.softcap is None else _softcapped(z, o.softcap)
-
-
-def _softcapped(x: Tensor, softcap: float) -> Tensor:
-    """The softcap of logits x (kernels/softcap.py), in place."""
-    return x.div_(softcap).tanh_().mul_(softcap)
-
-
-def _softcap_slope(z: Tensor, softcap: float) -> Tensor:
-    """The softcap's derivative, from the capped logits z."""
-    return 1 - (z / softcap).square_()
+    return z if o.softcap is None else z.div_(o.softcap).tanh_().mul_(o.softcap)
 
 
 def _targets_in(columns: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:

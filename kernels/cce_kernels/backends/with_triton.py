@@ -14,7 +14,8 @@ from ..runtime import ahead, program
 from ..runtime.tiles import multiprocessors
 from ..schemes import three_products
 from ..schemes.stored_rows import prepare
-from ..triton.logits import find_targets, logits_at
+from ..triton.logits import find_targets
+from ..triton.logits import target_logits as logits_at
 from ..triton.loss_sum import mean_gradient, reduce_loss
 from ..triton.row_coefficients import row_coefficients
 from ..triton.row_stats import forward

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 # Published shapes: model type, hidden size, width of the MLP, layers, heads, heads of keys, vocabulary size, and more.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _TIED = {"tie_word_embeddings": True}
 _GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}
 PRESETS: dict[str, tuple[Any, ...]] = {
@@ -21,7 +22,6 @@ PRESETS: dict[str, tuple[Any, ...]] = {
     "qwen3_0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 151936, _TIED | {"head_dim": 128}),
     "gemma2_2b": ("gemma2", 2304, 9216, 26, 8, 4, 256000, _TIED | _GEMMA2),
 }
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torch.device) -> Any:
@@ -49,10 +49,14 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
             near = " or ".join(get_close_matches(kind, [*PRESETS, *types], n=3, cutoff=0))
             raise ValueError(f"there is no such folder, file, model type or preset; did you mean {near}?")
         known = list({**transformers.AutoConfig.for_model(kind).to_dict(), **inspect.signature(types[kind]).parameters})
-        if unknown := [key for key in overrides if key not in known]:
-            near = get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
-            raise ValueError(f"{types[kind].__name__} has no key {unknown[0]}; did you mean config.{near}?")
-        config = transformers.AutoConfig.for_model(kind, **values | {key: _read(overrides[key]) for key in overrides})
+        for key, text in overrides.items():
+            if key not in known:
+                near = get_close_matches(key, known, n=1, cutoff=0)[0]
+                raise ValueError(f"{types[kind].__name__} has no key {key}; did you mean config.{near}?")
+            values[key] = text
+            with suppress(ValueError):
+                values[key] = json.loads(text)
+        config = transformers.AutoConfig.for_model(kind, **values)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError("is no causal language model")
     except Exception as error:  # transformers has error classes of its own, and may rename them
@@ -61,18 +65,8 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def _read(text: str) -> Any:
-    with suppress(ValueError):
-        return json.loads(text)
-    return text
-
-
 def apply_liger(model: Any) -> None:
-    """Give one model Liger's fused linear loss, with Liger's other kernels off.
-
-    Raises:
-        ValueError: Liger has no fused loss for this model.
-    """
+    """Give one model Liger's fused linear loss, with Liger's other kernels off; ValueError if Liger has none for it."""
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     if (function := patches.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)) is None:
         raise ValueError(f"liger: has no loss for models of type {model.config.model_type}")

@@ -3,7 +3,7 @@
     w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
 
 Whether an entry is kept (rule.py) depends on its probability, which is known only after a row's last tile. So
-each chunk of rows stores its exponentials w (kernels/logits.py). `select_kernel` reads w once, with the sums, and lists
+each chunk of rows stores its exponentials w (triton/logits.py). `select_kernel` reads w once, with the sums, and lists
 the columns that are kept. `collect_kernel` appends the chunk's lists to those of earlier chunks, each row's target
 first. The head is not listed, because gather.py computes it densely.
 

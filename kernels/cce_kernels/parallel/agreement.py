@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -62,18 +63,11 @@ def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.Proc
 def _exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every rank's text, in order of rank."""
     part = _encoded(text, device)
-    if device.type != "cuda":
-        return [_decoded(row) for row in _gathered(part, group)]
-    with torch.cuda.stream(_stream(device)):
-        return [_decoded(row) for row in _gathered(part, group).cpu()]
-
-
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's part (BYTES,) as (W, BYTES)."""
-    ranks = dist.get_world_size(group)
-    every = part.new_empty(ranks * BYTES)
-    all_gather(every, part, group).wait()
-    return every.view(ranks, BYTES)
+    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+        every = part.new_empty(dist.get_world_size(group), BYTES)
+        all_gather(every.view(-1), part, group).wait()
+        rows = every.tolist()
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 @lru_cache(maxsize=64)
@@ -84,10 +78,6 @@ def _encoded(text: str, device: torch.device) -> Tensor:
         digest = f"... {hashlib.sha256(code).hexdigest()[:16]}".encode()
         code = code[: BYTES - len(digest)].decode(errors="ignore").encode() + digest
     return torch.tensor(list(code.ljust(BYTES, b"\0")), dtype=torch.uint8).to(device)
-
-
-def _decoded(row: Tensor) -> str:
-    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 @lru_cache

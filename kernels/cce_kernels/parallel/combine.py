@@ -17,9 +17,8 @@ from ..options import Options
 from ..row_math import Rows
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
-from ..triton.epilogues import LOG2E, log1p
+from ..triton.epilogues import LOG2E, log1p, softcap_slope
 from ..triton.row_stats import LN2, ROWS, Gradient
-from ..triton.softcap import softcap_slope
 
 
 @quick

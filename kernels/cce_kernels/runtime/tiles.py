@@ -47,13 +47,13 @@ class Tiles:
 class Row:
     """Tiles of each kernel for 16-bit operands. Every kernel holds its tile in fp32 registers.
 
-    product: plain products (kernels/matmul.py). A narrow output narrows the tile. A transposed product turns the tile
+    product: plain products (triton/matmul.py). A narrow output narrows the tile. A transposed product turns the tile
         upright, 256 × 128, if fewer of its columns then lie beyond the output (tiles.transposed_tiles).
     shallow: transposed products that sum few rows. Two programs share a multiprocessor, so that one computes while the
         other stores its tile.
-    short_logits, logits: exponentials (kernels/logits.py) for D up to 1024, and for larger D. The store stages half a
+    short_logits, logits: exponentials (triton/logits.py) for D up to 1024, and for larger D. The store stages half a
         tile in shared memory, and the running sums of a row take registers.
-    gradient: dL/dz (kernels/logit_gradient.py). The store stages half a tile in shared memory.
+    gradient: dL/dz (triton/logit_gradient.py). The store stages half a tile in shared memory.
     """
 
     product: Tiles
@@ -92,7 +92,7 @@ SMALL = Row(
 # Ampere and Ada have no TMA: Triton turns descriptors into pointers and keeps one stage, which takes 48 KiB.
 BEFORE_TMA = HOPPER
 
-# The Gluon kernels for Hopper (kernels/hopper.py). Both rings hold the same bytes. Steps of 64 numbers read whole lines
+# The Gluon kernels for Hopper (triton/hopper.py). Both rings hold the same bytes. Steps of 64 numbers read whole lines
 # of 128 bytes. Steps of 32 read half lines and free a buffer sooner: on H100 and H200 they were faster at medium D, and
 # on the H100 much slower at large D.
 GLUON = Tiles(128, 256, 64, 4, 4)

@@ -4,14 +4,14 @@
     minus h_i p_iv (log p_iv + H_i) · slope, if the rows' entropies H have gradients h
     dE = scale · dz C        dC = scale · dzᵀ E        dbias = Σ_i dz_i
 
-The forward pass takes the first product, for the log-sum-exps (kernels/row_stats.py). The backward pass takes three
+The forward pass takes the first product, for the log-sum-exps (triton/row_stats.py). The backward pass takes three
 products a chunk:
-  * the chunk's logits again, and from them dz (kernels/logit_gradient.py);
-  * dE += dz C_chunk (kernels/matmul.py), the only sum over chunks, compensated (accumulator.py);
-  * dC_chunk = dzᵀ E (kernels/matmul.py), complete after one product over all rows: fp32 in registers, rounded once.
+  * the chunk's logits again, and from them dz (triton/logit_gradient.py);
+  * dE += dz C_chunk (triton/matmul.py), the only sum over chunks, compensated (accumulator.py);
+  * dC_chunk = dzᵀ E (triton/matmul.py), complete after one product over all rows: fp32 in registers, rounded once.
 One program owns each output tile. So the result needs no locks or atomics and is deterministic.
 
-For an fp32 gradient, dz leaves out the targets' entries, and kernels/targets/gradient.py adds them in fp32. Otherwise
+For an fp32 gradient, dz leaves out the targets' entries, and triton/targets/gradient.py adds them in fp32. Otherwise
 p − 1 would be rounded to 16 bits, and a sum that holds p − 1 would round the tensor cores' later additions.
 
 A filter (filter/rule.py) makes dz hold only the kept entries. dz is computed twice if only one gradient is filtered.

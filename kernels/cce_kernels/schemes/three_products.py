@@ -68,7 +68,7 @@ def forward(
         with_lse: whether the log-sum-exps may get gradients. The rows then take one chunk.
         weights: (N,) fp32, what each row's loss is multiplied by, or None. The gradients hold them; `Rows` does not.
         bias: (V,) contiguous or None.
-        skip: whether to leave out the products of ignored rows (kernels/targets/live_rows.py). Their log-sum-exps are
+        skip: whether to leave out the products of ignored rows (triton/targets/live_rows.py). Their log-sum-exps are
             then undefined. Needs z_target; without settle, arrive, with_lse and bias.
         several: the targets of each row, if it may have several; `columns` are the first of them.
     """
@@ -108,19 +108,15 @@ def forward(
             metrics[:, chunk] = metrics_i
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, held, sums, chunk, live, gathered)
-    _order(e, columns if several is None else several.behind(columns).flatten(), held)
+    if held.keys is not None:  # sorted last, because only the backward pass needs the order
+        by_target: tuple[Any, Any, Any] = held.keys, held.order, held.bounds
+        every = columns if several is None else several.behind(columns).flatten()
+        order_by_target(every, *by_target, _tile_entries(e))
     z_above_mean = None
     if held.c_sum is not None:
         assert z_target is not None
         z_above_mean = above_mean_logit(z_target, e, held.c_sum.copy_(column_sum(c)), bias, c.shape[0], o)
     return Rows(lse, nll, z_above_mean, metrics), held, sums
-
-
-def _order(e: Tensor, columns: Tensor, held: Held) -> None:
-    """Sort the rows by target, for dC and dbias. Called last, because only the backward pass needs the order."""
-    by_target: tuple[Any, Any, Any] = held.keys, held.order, held.bounds
-    if held.keys is not None:
-        order_by_target(columns, *by_target, _tile_entries(e))
 
 
 def _tile_entries(e: Tensor) -> int:

@@ -1,17 +1,41 @@
-"""Epilogues: arithmetic on a tile of products e cᵀ, shared by the kernels in Triton and in Gluon."""
+"""Epilogues: arithmetic on a tile of products e cᵀ, shared by the kernels in Triton and in Gluon.
+
+The softcap: z = softcap · tanh(x / softcap), and its slope dz / dx = 1 − (z / softcap)².
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .softcap import softcap_slope, softcapped
-
 LOG2E = tl.constexpr(1.4426950408889634)
 HEADROOM = tl.constexpr(60.0)  # makes the target's w 2^-60 (logits.py)
 # The target's logit, and later the LSE, of an ignored row whose LSE is not wanted. It makes the row's exponentials and
 # probabilities exactly 0. Products with the row's coefficients, which are 0, then stay finite.
 SKIPPED = tl.constexpr(2.0**60)
+
+
+@triton.jit
+def softcapped(x, softcap):
+    """The softcap of fp32 logits x."""
+    return softcap * _tanh(x / softcap)
+
+
+@triton.jit
+def softcap_slope(z, softcap):
+    """The softcap's derivative, from the capped logits z."""
+    return 1 - (z / softcap) * (z / softcap)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh in fp32 to about one rounding. Near 0 the quotient of exponentials cancels, so a series takes its place."""
+    size = tl.abs(x)
+    decay = tl.exp(-2 * size)
+    quotient = (1 - decay) / (1 + decay)
+    square = x * x
+    series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(size < 0.2, series, tl.where(x < 0, -quotient, quotient))
 
 
 @triton.jit

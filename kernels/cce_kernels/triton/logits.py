@@ -50,8 +50,7 @@ from ..runtime.tiles import (
     multiprocessors,
 )
 from . import hopper
-from .epilogues import SKIPPED, exponentials_of
-from .softcap import softcapped
+from .epilogues import SKIPPED, exponentials_of, softcapped
 from .targets.live_rows import Live, gather
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
@@ -212,12 +211,7 @@ def exponentials_kernel(
 
 
 def target_logits(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
-    """Each row's target logit (N,) fp32. A row without a target gets another column's logit."""
-    return _target_logits(e, c, bias, None, 0, columns, False, o)
-
-
-def logits_at(e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, o: Options) -> Tensor:
-    """Each row's logits (N, K) fp32 at its columns (N, K); those of negative columns are another column's."""
+    """Each row's logits at its columns, (N,) or (N, K), fp32. A negative column gets another one's logit."""
     return _target_logits(e, c, bias, None, 0, columns, False, o)
 
 

@@ -25,10 +25,9 @@ from ..options import Options
 from ..row_math import Rows, empty_metrics
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv, inner_of
-from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p
+from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p, softcap_slope
 from .logits import Sums, exponentials, target_logits
 from .smoothing import above_mean_logit, column_sum
-from .softcap import softcap_slope
 from .targets.live_rows import Live
 
 LN2 = tl.constexpr(0.6931471805599453)

@@ -3,7 +3,7 @@
     mean_v z_iv = scale · e_i · (Σ_v C_v) / V + mean(bias)
     dE_i −= scale · b_i (s / V) Σ_v C_v        dC_v −= scale · (s / V) Σ_i b_i e_i
 
-So neither the loss nor the gradients need a sum over the logits. kernels/matmul.py adds these terms in fp32 before it
+So neither the loss nor the gradients need a sum over the logits. triton/matmul.py adds these terms in fp32 before it
 rounds a gradient. A softcap's slope differs by entry, so that a softcap needs the sums (logits.py) and four products.
 
 Cost: reads C once for its sum, and e once for each of the two sums over e.

@@ -29,7 +29,7 @@ FULL_PRECISION = Case("fp32", dtype=FP32, bias=True, **PLAIN, options={"softcap"
 EVERY_KERNEL: dict[str, Callable[[], None]] = OF_THE_TABLE | {
     "lists": partial(launch_lists, BF16, unbiased=True, mass=None),
     "fp32": partial(launch_all, FULL_PRECISION),
-    "stored-rows": partial(launch_all, SHORT_ROWS, rows=256, with_lse=True),
+    "stored-rows": partial(launch_all, SHORT_ROWS, rows=256, return_lse=True),
 }
 CASES = {80: EVERY_KERNEL, 100: OF_THE_TABLE, 120: EVERY_KERNEL}
 

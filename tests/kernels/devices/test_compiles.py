@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BF16, FP32, Case, draw
+from cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
@@ -38,17 +38,6 @@ DTYPES = {"bf16": BF16, "fp32": FP32}
 LISTS = {"threshold": (False, None), "unbiased": (True, None), "mass": (True, 0.1)}
 
 
-def entropies(dtype: torch.dtype, softcap: float | None) -> None:
-    from cce_kernels.backends import with_triton
-    from cce_kernels.options import Options
-    from cce_kernels.row_math import Operands
-
-    e, c, targets, _ = draw(Case("entropies", dtype=dtype, **PLAIN), "cpu")
-    ones, entropy = torch.ones(len(e)), torch.ones(2, len(e))
-    operands = Operands(e.detach(), c.detach(), None, targets, ones, ones, ones)
-    with_triton.backward(operands, 512, Options(softcap=softcap), (dtype, dtype, None), None, None, entropy=entropy)
-
-
 def shards(softcap: float | None, with_metrics: bool) -> None:
     from cce_kernels.backends import with_triton
     from cce_kernels.options import Options
@@ -64,11 +53,11 @@ def shards(softcap: float | None, with_metrics: bool) -> None:
 # Together: every branch of every kernel, with every tile of Hopper's row.
 CASES: dict[str, Callable[[], None]] = {
     **{f"recomputed {case}": partial(launch_all, case) for case in RECOMPUTED},
-    "fp32 gradients": partial(launch_all, RECOMPUTED[0], dtypes=(FP32, FP32, None)),
+    "fp32 gradients": partial(launch_all, RECOMPUTED[0], dtypes=(FP32, FP32)),
     **{
         f"stored {dtype} {dim} {softcap}": partial(
             launch_all, small("stored", dim, options={"softcap": SOFTCAPS[softcap]}),
-            dtypes=(DTYPES[dtype], DTYPES[dtype], None), rows=128,
+            dtypes=(DTYPES[dtype], DTYPES[dtype]), rows=128,
         )
         for dtype in DTYPES for dim in (512, 2048) for softcap in SOFTCAPS
     },
@@ -78,8 +67,8 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{
         f"rows {dim}": partial(
-            launch_all, small("rows", dim, options={"label_smoothing": 0.1}), rows=256, with_metrics=True,
-            with_lse=True, weighted=True,
+            launch_all, small("rows", dim, options={"label_smoothing": 0.1}), rows=256, return_metrics=True,
+            return_lse=True, unweighted=False,
         )
         for dim in (512, 2048)  # dE's product in parts, and whole
     },
@@ -92,11 +81,13 @@ CASES: dict[str, Callable[[], None]] = {
         for dim in (512, 2048) for rows in (0, 128, 256)  # four products, two chunks and one
     },
     **{
-        f"entropies {dtype} {softcap}": partial(entropies, DTYPES[dtype], SOFTCAPS[softcap])
+        f"entropies {dtype} {softcap}": partial(
+            launch_all, Case("entropies", dtype=DTYPES[dtype], **PLAIN), entropies=True, softcap=SOFTCAPS[softcap]
+        )
         for dtype in DTYPES for softcap in SOFTCAPS
     },
     **{
-        f"apart {dtype}": partial(launch_all, small("apart"), dtypes=(DTYPES[dtype], FP32, None)) for dtype in DTYPES
+        f"apart {dtype}": partial(launch_all, small("apart"), dtypes=(DTYPES[dtype], FP32)) for dtype in DTYPES
     },
     **{
         f"shards {softcap} {with_metrics}": partial(shards, SOFTCAPS[softcap], with_metrics)
@@ -143,7 +134,7 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bias 256": (("bias_gradient", "column_sum", "exponentials"), HOPPERS),
     "several 512 0": (("added", "targets", "target_logits"), ()),
     "several 2048 256": (("product", "target_order", "target_logits"), ()),
-    "entropies bf16 plain": (("gradient", "product"), HOPPERS),
+    "entropies bf16 plain": (("gradient", "product"), ("hopper_gradient",)),
     "apart fp32": (("target_rows", "targets", "spilled_targets", "target_order"), ()),
     "shards softcap True": (("settle",), HOPPERS),
     "lists bf16 threshold": (("select", "collect", "kept", "gather", "gradient"), ("hopper_gradient", *DRAWN)),

@@ -10,14 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from cce_kernels.backends import with_triton
-from cce_kernels.options import Options
+from cases import Case
 from cce_kernels.runtime.tiles import in_eights
-from compiling import pretend
+from compiling import launch_all, pretend
 from triton.runtime import jit
 
 KERNELS = {"target_logits_kernel", "product_kernel", "scaled_rows_kernel", "hidden_kernel"}
-BF16 = torch.bfloat16
 
 
 def test_eights_are_sizes_of_which_triton_knows_nothing():
@@ -36,11 +34,7 @@ def test_no_kernel_moves_single_numbers_of_16_bits(dim, rows, monkeypatch):
     compile_kernel = jit.JITFunction.run
     with monkeypatch.context() as patch:
         launches = pretend(patch, 90)
-        e, c = (with_triton.prepare(torch.randn(n, dim).to(BF16), BF16) for n in (200, 1024))
-        targets, ones, o, stored = torch.randint(1024, (200,)), torch.ones(200), Options(), with_triton.three_products
-        columns, z_target = with_triton.find_targets(e, c, None, targets, -100, o)
-        _, held, sums = stored.forward(e, c, columns, rows, (BF16, BF16, None), False, o, z_target=z_target)
-        stored.backward(e, c, columns, ones[0], rows, held, sums, None, o)
+        launch_all(Case("wide", shape=(200,), dim=dim, vocab=1024, dtype=torch.bfloat16), rows=rows)
         patch.setattr(jit.JITFunction, "run", compile_kernel)
         found = [launch for launch in launches if launch.name in KERNELS]
         narrow = {

@@ -16,11 +16,9 @@ from cce_kernels.planner import (
     ROW_MULTIPLE,
     SLOWER,
     SLOWER_WITH_COPIES,
-    STATE_BYTES_PER_ENTRY,
     Plan,
     Problem,
     plan,
-    splits_alone,
     stored_bytes,
 )
 
@@ -94,15 +92,6 @@ def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_
     assert stored((512, 4096, 1024), 512)[1] == 2 * 512 * 4096 + 2 * 4 * 512 * 4096  # dC is too small for them
     assert stored((n_rows, 1000, vocab), n_rows)[1] == 2 * n_rows * 1024  # no rows of whole lines
     assert stored(shape, n_rows, main_grad=True)[1] == 2 * vocab * dim
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "splits"),
-    [(512, 4096, 2), (1024, 2048, 2), (2048, 2048, 1), (8192, 256, 2), (3001, 2880, 0), (5120, 1000, 0)],
-)
-def test_one_chunk_splits_the_product_of_few_tiles_or_runs_it_beside_the_other(rows, cols, splits):
-    """0: side by side, because tiles of the last wave are few, or because rows straddle lines of 128 bytes."""
-    assert splits_alone(rows, cols, 132) == splits
 
 
 @pytest.mark.parametrize(("grad_e", "grad_c"), product((None, BF16, FP16, FP32), repeat=2), ids=str)
@@ -186,15 +175,6 @@ def test_more_rows_never_leave_out_a_filter_until_its_lists_fill_the_workspace()
         left_out = [if_faster((rows, dim, vocab)).exact for rows in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)]
         assert left_out == sorted(left_out, reverse=True)
         assert len(set(left_out)) == 2
-
-
-def test_lists_of_few_rows_hold_what_gaussian_logits_keep_and_lists_of_many_rows_the_usual_number():
-    """At most 634 entries a row at 2^-12, whatever the deviation of the logits is: 318 at D = 8192 with c ~ 0.02 N."""
-    assert chosen((4096, 8192, 128256), **FILTER).capacity >= 634 * 4096
-    assert chosen((16384, 2048, 128256), **FILTER).capacity == 256 * 16384
-    for rows in (1024, 4096, 8192, 16384, 32768):
-        entries = chosen((rows, 2048, 128256), **FILTER).capacity
-        assert STATE_BYTES_PER_ENTRY * entries <= max(256 * 2**20 / 8, STATE_BYTES_PER_ENTRY * 256 * rows)
 
 
 def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
