@@ -1,31 +1,20 @@
-"""Random calls of the loss against torch: `python scripts/maintain/fuzz_loss.py calls=2000`.
-
-On a GPU: `calls=100000 processes=8`.
+"""Random calls of the loss against torch: `python scripts/maintain/fuzz_loss.py 2000 [FIRST_SEED]`.
 
 Each call draws dtypes, autocast, options, sizes, strides, workspace, frozen inputs and data, and compares loss, LSE and
 gradients with fp64. An error must stay below twice that of torch's own path in the same dtypes, plus what rounding in
-fp32 comes to. Prints counts, the largest ratios of error to bound and one line for each case out of bounds, which
-`case=SEED` runs again, and writes a summary.
-
-    calls=2000 seed=0 processes=1 seconds=none case=none output=none
+fp32 comes to. Prints counts, the largest ratios of error to bound, and one line for each case out of bounds, which
+`1 SEED` runs again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import sys
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field
-from itertools import count
-from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, planner, reference_linear_cross_entropy
 from torch import Tensor
@@ -33,72 +22,15 @@ from torch import Tensor
 IGNORE = -100
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Call = SimpleNamespace  # that draw_call draws
 CALLS_OF_A_KIND = 25  # calls with the same dtypes and options: a new kind compiles new kernels
 EXACT = 2e-5  # relative error of gradients and LSE: fp32 sums in another order, exponentials of some hundred nats
 EXACT_LOSS = 5e-6
 SMALLEST = 1e-18  # a probability below fp32's exponentials
 
 
-@dataclass
-class Kind:
+def draw_kind(seed: int) -> SimpleNamespace:
     """Dtypes and options for which kernels are compiled, and everything that decides the scheme."""
-
-    e: str
-    c: str
-    bias: str | None
-    autocast: str | None
-    dim: int
-    options: dict[str, Any]
-    reduction: str
-    with_lse: bool
-    launches_are_free: bool  # then the planner stores exponentials even for problems as small as these
-    main_grad: bool
-    wanted: str  # inputs that need gradients
-    weights: str | None  # dtype of token_weights
-
-
-@dataclass
-class Call:
-    """One call of a kind."""
-
-    seed: int
-    kind: Kind
-    batch: int
-    length: int
-    vocab: int
-    shift: int
-    ignored: float
-    peak: float
-    strided: bool
-    again: bool  # a second backward pass
-    workspace_mib: float | None
-
-
-@dataclass
-class Summary:
-    """Counts, and for each output the largest ratio of an error to its bound."""
-
-    calls: int = 0
-    refused: int = 0
-    kinds: int = 0
-    seconds: float = 0.0
-    worst: dict[str, float] = field(default_factory=dict)
-    worst_case: dict[str, int] = field(default_factory=dict)
-    out_of_bounds: list[str] = field(default_factory=list)
-    dtypes: Counter = field(default_factory=Counter)
-
-    def add(self, other: Summary) -> None:
-        self.calls += other.calls
-        self.refused += other.refused
-        self.kinds += other.kinds
-        self.dtypes += other.dtypes
-        self.out_of_bounds += other.out_of_bounds
-        for name, ratio in other.worst.items():
-            if ratio > self.worst.get(name, -1.0):
-                self.worst[name], self.worst_case[name] = ratio, other.worst_case[name]
-
-
-def draw_kind(seed: int) -> Kind:
     r = Random(f"kind {seed // CALLS_OF_A_KIND}")
     options: dict[str, Any] = {"accumulate": r.choice(("kahan", "kahan", "fp32"))}
     choices = {"softcap": (5.0, 30.0), "logit_scale": (0.1, 2.0), "label_smoothing": (0.1, 1.0), "z_loss": (1e-3, 1e-2)}
@@ -109,7 +41,7 @@ def draw_kind(seed: int) -> Kind:
     if plain:
         options.pop("label_smoothing", None)
     e = r.choice(("bf16", "bf16", "fp16", "fp32"))
-    return Kind(
+    return SimpleNamespace(
         e=e,
         c=e if r.random() < 0.5 else r.choice(list(DTYPES)),
         bias=None if r.random() < (0.7 if plain else 0.5) else r.choice(list(DTYPES)),
@@ -118,17 +50,18 @@ def draw_kind(seed: int) -> Kind:
         options=options,
         reduction=r.choice(("mean", "sum")) if plain else r.choice(("mean", "sum", "none")),
         with_lse=not plain and r.random() < 0.3,
-        launches_are_free=r.random() < 0.7,
+        launches_are_free=r.random() < 0.7,  # then exponentials are stored even for problems as small as these
         main_grad=r.random() < 0.15,
-        wanted=r.choice(("ec", "ec", "ec", "e", "c")),
-        weights=r.choice((None, None, *DTYPES)),
+        wanted=r.choice(("ec", "ec", "ec", "e", "c")),  # inputs that need gradients
+        weights=r.choice((None, None, *DTYPES)),  # dtype of token_weights
     )
 
 
 def draw_call(seed: int) -> Call:
+    """One call of a kind."""
     kind, r = draw_kind(seed), Random(f"call {seed}")
     length = r.randint(1, 60)
-    return Call(
+    return SimpleNamespace(
         seed=seed,
         kind=kind,
         batch=r.choice((1, 3, 9)),
@@ -138,7 +71,7 @@ def draw_call(seed: int) -> Call:
         ignored=r.choice((0, 0.3, 1.0) if r.random() < 0.1 else (0, 0.3)),
         peak=r.choice((0, 0, 3, 12, 40, -20, 150)),
         strided=r.random() < 0.3,
-        again=r.random() < 0.1,
+        again=r.random() < 0.1,  # a second backward pass
         workspace_mib=r.choice((None, None, 0.5, 4.0)),
     )
 
@@ -351,116 +284,36 @@ def ratio(got: Tensor, truth: Tensor, base: Tensor, term: Tensor) -> Tensor:
         return torch.where(error.isfinite(), error / allowed, torch.inf)
 
 
-def fuzz(seeds: Any, calls: int, seconds: float | None) -> Summary:
-    """Run the calls of some seeds. Errors are read in batches, so that the host does not wait for the device."""
-    summary, pending, start, kinds = Summary(), [], time.monotonic(), set()
-    for seed in seeds:
-        out_of_time = seconds is not None and time.monotonic() - start > seconds
-        if summary.calls + summary.refused >= calls or out_of_time:
-            break
-        call = draw_call(seed)
-        if seed // CALLS_OF_A_KIND not in kinds:
-            kinds.add(seed // CALLS_OF_A_KIND)
+def main(calls: int, first: int) -> int:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start, refused, outside = time.monotonic(), 0, list[str]()
+    worst: dict[str, tuple[float, int]] = {}  # of each output: the largest ratio, and its seed
+    for seed in range(first, first + calls):
+        if seed % CALLS_OF_A_KIND == 0:
             planner.plan.cache_clear()
-        summary.dtypes[f"{call.kind.e} {call.kind.c} {call.kind.bias} {call.kind.autocast}"] += 1
+        call = draw_call(seed)
         try:
-            pending.append((call, run(call)))
+            ratios = {name: round(value.item(), 3) for name, value in run(call).items()}
         except WorkspaceTooSmall:
-            summary.refused += 1
+            refused += 1
             continue
         except Exception as error:
-            summary.out_of_bounds.append(f"case={seed}: {type(error).__name__}: {str(error)[:300]}; {asdict(call)}")
-        summary.calls += 1
-        if len(pending) >= 100:
-            settle(pending, summary)
-    settle(pending, summary)
-    summary.kinds, summary.seconds = len(kinds), time.monotonic() - start
-    return summary
-
-
-def settle(pending: list[tuple[Call, dict[str, Tensor]]], summary: Summary) -> None:
-    """Copy the ratios of some calls to the host and count them."""
-    if not pending:
-        return
-    values = torch.stack([x.double() for _, ratios in pending for x in ratios.values()]).tolist()
-    found = iter(values)
-    for call, ratios in pending:
-        outside = {}
-        for name in ratios:
-            value = next(found)
-            if not value <= summary.worst.get(name, -1.0):
-                summary.worst[name], summary.worst_case[name] = value, call.seed
-            if not value <= 1:
-                outside[name] = round(value, 2)
-        if outside:
-            summary.out_of_bounds.append(f"case={call.seed}: {outside}; {asdict(call)}")
-    pending.clear()
-
-
-def work(rank: int, processes: int, arguments: dict[str, Any], results: Any) -> None:
-    """One process: it takes kinds of calls in turn."""
-    torch.set_num_threads(1)
-    first, blocks = arguments["seed"] * 10**7, count(rank, processes)
-    seeds = (first + block * CALLS_OF_A_KIND + i for block in blocks for i in range(CALLS_OF_A_KIND))
-    results.put(fuzz(seeds, -(-arguments["calls"] // processes), arguments["seconds"]))
-
-
-def parse(words: list[str]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "calls": 2000, "seed": 0, "processes": 1, "seconds": None, "case": None, "output": None,
-    }  # fmt: skip
-    if {"--help", "-h"} & {*words}:
-        print(__doc__)
-        sys.exit()
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name not in arguments:
-            sys.exit(f"{word}: give {', '.join(f'{n}=' for n in arguments)}\n\n{__doc__}")
-        if name != "output" and value != "none" and not value.isdecimal():
-            sys.exit(f"{word}: give a whole number")
-        arguments[name] = None if value == "none" else value if name == "output" else int(value)
-    return arguments
-
-
-def main(arguments: dict[str, Any]) -> int:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    if arguments["case"] is not None:
-        call = draw_call(arguments["case"])
-        print(call)
-        print({name: round(value.item(), 3) for name, value in run(call).items()})
-        return 0
-    start, total = time.monotonic(), Summary()
-    context, processes = multiprocessing.get_context("spawn"), arguments["processes"]
-    results = context.SimpleQueue()
-    with contextlib.ExitStack() as stack:
-        workers = [
-            context.Process(target=work, args=(rank, processes, arguments, results)) for rank in range(processes)
-        ]
-        for worker in workers:
-            worker.start()
-            stack.callback(worker.join)
-        for _ in workers:
-            total.add(results.get())
-    total.seconds = round(time.monotonic() - start, 1)
-    device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    interpreted = ", Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-    print(f"{total.calls} calls of {total.kinds} kinds in {total.seconds:.0f} s on {device}{interpreted}; "
-          f"{total.refused} refused for their workspace")  # fmt: skip
-    print("largest error / bound: " + ", ".join(f"{n} {total.worst[n]:.3f} (case={total.worst_case[n]})"
-          for n in sorted(total.worst)))  # fmt: skip
-    print(f"out of bounds: {len(total.out_of_bounds)}")
-    for line in total.out_of_bounds[:50]:
+            outside.append(f"1 {seed}  # {type(error).__name__}: {str(error)[:300]}; {call}")
+            continue
+        for name, value in ratios.items():
+            worst[name] = max(worst.get(name, (-1.0, seed)), (value, seed))
+        if any(not value <= 1 for value in ratios.values()):
+            outside.append(f"1 {seed}  # {ratios}; {call}")
+    print(f"{calls} calls in {time.monotonic() - start:.0f} s on {DEVICE}; {refused} refused for their workspace")
+    print("largest error / bound: " + ", ".join(f"{name} {worst[name]}" for name in sorted(worst)))
+    print(f"out of bounds: {len(outside)}")
+    for line in outside:
         print(f"  python scripts/maintain/fuzz_loss.py {line}")
-    if arguments["output"]:
-        summary = {
-            "device": device + interpreted,
-            "torch": torch.__version__,
-            **asdict(total),
-            "dtypes": dict(total.dtypes),
-        }
-        Path(arguments["output"]).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    return 1 if total.out_of_bounds else 0
+    return 1 if outside else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse(sys.argv[1:])))
+    words = sys.argv[1:]
+    if not words or not all(word.isdecimal() for word in words):
+        sys.exit(__doc__)
+    sys.exit(main(int(words[0]), int(words[1]) if len(words) > 1 else 0))

@@ -161,22 +161,6 @@ def test_data_to_read_is_the_runs_but_its_place_and_what_is_overridden():
     assert data_for(run, ["data.vocab_size=9", "data=markov"]).vocab_size == 9
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.max_tokens=0", "data.max_tokens=0 is below"),
-        ("data=txt", "data=txt: there is no such data"),
-        ("data=text", "data.path must be given"),
-        ("+data.more=1", "data.more: there is no such key"),
-        ("~data.path", "no key can be removed"),
-    ],
-)
-def test_a_wrong_override_of_a_runs_data_is_refused(override, message):
-    run = load_config(["data=text", "data.path=a.txt"]).data
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        data_for(run, [override])
-
-
 def test_a_command_that_reads_runs_keeps_what_is_said_of_data():
     assert load_config(["checkpoint=x"], "evaluate").data == []
     data = ["data=text", "data.path=x=y.txt", "+data.more=1"]
@@ -216,12 +200,6 @@ def test_a_command_of_another_package_is_a_dataclass(monkeypatch):
     shown = manual_of_command("bench_of_mine")[1].splitlines()
     assert shown[0] == "# What it measures."
     assert shown[1].split(" # ") == ["rounds: 30                 ", "timed calls; ≥ 2"]
-
-
-@pytest.mark.parametrize("key", ["init_from", "continue_from", "results_dir", "data.cache_dir", "data.path"])
-def test_an_empty_path_is_no_path(key):
-    with pytest.raises(ConfigError, match=f"{key} is empty"):
-        load_config([*(["data=text"] if key == "data.path" else []), f"{key}="])
 
 
 # ------------------------------------------------------------------------------------------- names and paths at limits

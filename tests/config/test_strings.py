@@ -7,11 +7,9 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 import linrnn.commands
-from linrnn.config import compose, data_for, load_config, overrides_of
+from linrnn.config import compose, load_config, overrides_of
 from linrnn.config.bounds import fields_of
 from linrnn.config.cli import check_arguments
 from linrnn.config.grids import sweep_points
@@ -114,23 +112,6 @@ def test_a_separator_is_taken_literally_with_its_line_breaks():
             load_config(["data=text", "data.path=x", f"data.document_separator={separator}"]).data.document_separator
             == separator
         )
-
-
-@pytest.mark.parametrize("key", ["data.path", "data.cache_dir"])
-def test_the_data_of_a_command_that_reads_runs(key):
-    trained = load_config(["data=text", "data.path=x"]).data
-    config = load_config(["checkpoint=x", f"{key}=it's [mine], ü"], "evaluate")
-    assert value_of(data_for(trained, config.data), key.removeprefix("data.")) == "it's [mine], ü"
-
-
-@settings(deadline=None)  # the first example composes
-@given(
-    st.lists(st.sampled_from([*"aZ_9./+-", "inf", "nan", "true", "null", "1e5", "0x1", "../"]), min_size=1).map("".join)
-)
-def test_every_word_of_letters_digits_and_marks_of_paths_is_taken_as_it_stands(value):
-    assume(value.lower() != "null")
-    [point] = sweep_points(SweepConfig(name="x", overrides=[], grids=[{"seed": [0]}]), [f"results_dir={value}"])
-    assert load_config([f"results_dir={value}"]).results_dir == load_config(point).results_dir == value
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])

@@ -68,12 +68,6 @@ def test_a_forecast_wrong_by_up_to_a_quarter_ends_near_the_answer_within_seven_p
     assert expected - answer.batch <= 0.03 * expected
 
 
-def test_a_probe_that_ends_above_the_budget_is_measured_too():
-    """As on a CPU, whose memory the formulas of a GPU do not foresee."""
-    log, answer = searched(line(0.45, 0.018), line(0.05, 0.0095), 1.2, 6, finishes=True)
-    assert (log[0], answer.batch, answer.exact) == (121, 41, True)
-
-
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2), (79.5, 1)])
 def test_without_formulas_what_is_measured_takes_their_place(fixed, slope):
     log, answer = searched(line(fixed, slope), None, 80, 6)
@@ -182,10 +176,3 @@ def test_probes_of_two_ranks_find_the_batch_of_a_rank(parallel, small, tmp_path,
 def test_a_search_with_ranks_that_one_process_cannot_have_is_refused(small):
     with pytest.raises(ConfigError, match="2 ranks, and parallel=none"):
         find(small(), "ranks=2")
-
-
-def test_what_cannot_be_searched_is_refused(small, command):
-    done = command("scripts/find_max_batch.py", *small("loss=liger"))
-    assert (done.returncode, "loss=liger" in done.stderr) == (4, True)
-    wrong = command("scripts/find_max_batch.py", "model=gal")
-    assert (wrong.returncode, "gla" in wrong.stderr) == (2, True)

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrnn.config import load_config, run_name
+from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.core.output import python
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.points import ANSWERS, START_SECONDS, Point, decisive, foresee, write_summary
+from linrnn.experiments.points import ANSWERS, START_SECONDS, Point, foresee, write_summary
 from linrnn.experiments.sweep import _judge, check_inputs, in_another_process, listing, run_points, slots_of, threads_of
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.metrics import JsonlWriter
@@ -144,19 +144,6 @@ def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_poi
         run(points, s0=HANGS)
     assert stopped.value.exit_code == 128 + signal.SIGTERM
     assert statuses(points) == [None, None]
-
-
-def test_two_slots_run_two_points_each_on_its_gpu(make_points):
-    points = make_points(4)
-    run(points, slots_of(2, ["3", "5", "6"]))
-    gpus = [json.loads((point.directory / SUMMARY).read_text())["gpu"] for point in points]
-    assert set(gpus) == {"3", "5"}
-
-
-def test_more_jobs_than_gpus_are_refused_and_cpus_take_any():
-    with pytest.raises(ConfigError, match="jobs=3"):
-        slots_of(3, ["0", "1"])
-    assert slots_of(3, []) == [{}, {}, {}]
 
 
 def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it():
@@ -289,13 +276,6 @@ def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch)
     assert contradictory.on_a_cluster().refusal is not None, "no machine runs it"
 
 
-def test_a_point_s_command_gives_each_key_once(small):
-    [point] = foresee([[*small("seed=1"), "loss=standard", "seed=2", "trainer.max_steps=4"]])
-    keys = [override.partition("=")[0] for override in point.overrides]
-    assert len(keys) == len({*keys})
-    assert (point.config.seed, "seed=2" in point.overrides) == (2, True)
-
-
 def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:
     """Two seeds on a text that is not there, and one on a text that is."""
     (tmp_path / "my.txt").write_text("some text")
@@ -379,24 +359,6 @@ def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(
         assert ranks[0][5:] == ranks[1][5:]
     assert len({ranks[0][5] for ranks in told}) == 2
     assert {ranks[0][6] for ranks in told} == {"3,5", "6,7"}
-
-
-def test_a_point_of_one_process_is_named_and_identified_as_before(make_points, make_shared_points):
-    [alone], [shared] = make_points(1), make_shared_points(1)
-    assert (alone.ranks, shared.ranks) == (1, 2)
-    assert alone.directory.name == run_name(alone.config)
-    assert shared.directory.name == run_name(shared.config, world_size=2)
-    assert shared.run_directory()._identity["sequences_per_step"] == 2 * shared.config.trainer.batch_size
-    assert shared.memory_bytes < alone.memory_bytes
-    assert write_summary(shared, "failed", "a crash")["command"].startswith("torchrun --nproc-per-node=2 train.py ")
-
-
-@pytest.mark.parametrize(
-    ("codes", "decisive_one"),
-    [([0, 0], (0, 0)), ([1, -9], (1, -9)), ([1, 5], (1, 5)), ([-9, 5, 1], (1, 5)), ([0, 1], (1, 1)), ([4, 4], (0, 4))],
-)
-def test_one_rank_decides_what_became_of_a_point(codes, decisive_one):
-    assert decisive(codes) == decisive_one
 
 
 def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points):

@@ -94,24 +94,6 @@ def test_choices_are_stored_and_what_failed_is_named(called, tmp_path):
     assert len(called.tiles) == 6, "again measures all"
 
 
-def test_a_kernel_that_makes_the_gpu_unusable_ends_the_command(called, tmp_path, monkeypatch):
-    """Later models would fail for no reason of their own."""
-
-    def lost() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    with pytest.raises(UnsupportedError) as refusal:
-        tune_kernels.tune(config(*OPTIONS, "models=[gla,kda]", f"output_dir={tmp_path}"), [], print)
-    assert refusal.value.cause == (
-        "kda smoke, B = 4 made the GPU unusable for this process (CUDA error: an illegal memory access was "
-        "encountered); not tuned: kda smoke, B = 8"
-    )
-    stored = read_table("a GPU", version("triton"), tmp_path)
-    assert stored is not None
-    assert len(stored.kernels) == 1, "what came before is kept"
-
-
 def test_a_table_of_other_versions_is_not_mixed_with_new_choices(called, tmp_path):
     Table("a GPU", {**VERSIONS, "flash-linear-attention": "0.1"}, {"old:kernel": {"": "BT=1"}}).write(tmp_path)
     options = (*OPTIONS, "models=[gla]", f"output_dir={tmp_path}")

@@ -42,7 +42,7 @@ def tune(config: TuneConfig, overrides: Sequence[str], say: Callable[[str], None
     """Tune the kernels of all targets. The table is written after each. Returns its path.
 
     Raises:
-        UnsupportedError: there is no GPU, or a kernel made it unusable for this process.
+        UnsupportedError: there is no GPU.
         ConfigError: the table was made with other versions, or some targets failed. Those of the others are stored.
     """
     if (gpu := gpu_name()) is None:
@@ -65,8 +65,6 @@ def tune(config: TuneConfig, overrides: Sequence[str], say: Callable[[str], None
             table = table.with_choices(chosen())
             path = table.write(folder)
             say(f"{number} of {len(todo)}, {target.name}: {tuning.remark()}")
-            if target.name in failures:
-                check_gpu(target, todo[number:])
     n_choices = sum(map(len, table.kernels.values()))
     say(f"wrote {path}: {n_choices} choices of {len(table.kernels)} kernels, {time.monotonic() - began:.0f} s")
     if failures:
@@ -145,22 +143,6 @@ def call_kernels(config: Config) -> None:
     rehearse(*inputs)
     with torch.no_grad():
         loss_inputs(*inputs)
-
-
-def check_gpu(target: Target, rest: Sequence[Target]) -> None:
-    """After a failure of `target`, make sure that the GPU still works for this process.
-
-    Raises:
-        UnsupportedError: a kernel has ended with an error that every later call meets: an illegal memory access.
-    """
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        left = f"not tuned: {', '.join(other.name for other in rest)}" if rest else "nothing else was left to tune"
-        raise UnsupportedError(
-            f"{target.name} made the GPU unusable for this process ({first_line(error)}); {left}",
-            f"the choices so far are stored; call the script again without {target.name}",
-        ) from error
 
 
 def batch_of(config: Config) -> Batch:
