@@ -406,7 +406,7 @@ def _measure_mode(
     sharded = mode in SHARDED
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms,
-        tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sent.total / GIB,
+        tokens / ms * 1e3, None, ranks.largest(peak)[0] or None, None if sent is None else sum(sent.values()) / GIB,
         gib_is_own=True, blocks_together=config.blocks_together if sharded else 1,
         keep_gathered=config.keep_gathered and sharded, cuda_graph=config.cuda_graph, host_ms=host_ms,
     )  # fmt: skip

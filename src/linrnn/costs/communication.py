@@ -4,8 +4,6 @@ Collectives run in rings. To gather S bytes, or to reduce and scatter them, each
 all-reduce takes twice that. Scalars and FSDP's padding are left out.
 """
 
-from dataclasses import dataclass
-
 from linrnn.config.schema import FsdpConfig, LossConfig, MuonConfig, OptimizerConfig, ParallelConfig, VocabConfig
 from linrnn.costs.memory import gathered_bytes
 from linrnn.losses.base import BF16, FP32
@@ -13,23 +11,6 @@ from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_schem
 from linrnn.models.architecture import Architecture
 
 ID = 8  # bytes of a token id or label
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Bytes that each rank sends in an optimizer step, by component.
-
-    Attributes:
-        within: between ranks that share one model (with DDP: all ranks).
-        across: between ranks that hold the same shard of it (HSDP), in the last micro-step.
-    """
-
-    within: dict[str, int]
-    across: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.within.values()) + sum(self.across.values())
 
 
 def communication(
@@ -43,10 +24,12 @@ def communication(
     loss: LossConfig,
     micro_steps: int = 1,
     optimizer: OptimizerConfig | None = None,
-) -> Communication | None:
-    """Bytes that each of `world_size` ranks sends in a step of `micro_steps`, each of `sequences` per rank.
+) -> dict[str, int] | None:
+    """Bytes by component that each of `world_size` ranks sends in a step of `micro_steps` of `sequences` per rank.
 
-    None if the formulas do not know the model, or with VocabConfig the loss.
+    `across, …` is sent between ranks that hold the same shard of the model (HSDP), in the last micro-step; all else
+    between ranks that share one model (with DDP: all ranks). None if the formulas do not know the model, or with
+    VocabConfig the loss.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
@@ -56,7 +39,7 @@ def communication(
     kept = BF16 if precision == "bf16" else FP32
     compute = FP32 if precision == "fp32" else BF16
     if not isinstance(parallel, FsdpConfig):
-        return Communication({"gradients": _reduced_on_all(kept * arch.n_parameters, world_size)}, {})
+        return {"gradients": _reduced_on_all(kept * arch.n_parameters, world_size)}
     ranks = parallel.ranks_of_model(world_size)
     replicas = world_size // ranks
     body, matrix = arch.body_parameters, arch.embedding_parameters
@@ -68,8 +51,8 @@ def communication(
     }
     matrices = 1 if arch.tie_embeddings else 2
     across = {
-        "blocks": _reduced_on_all(FP32 * body // ranks, replicas),
-        "embedding and head": matrices * _reduced_on_all(kept * matrix // ranks, replicas),
+        "across, blocks": _reduced_on_all(FP32 * body // ranks, replicas),
+        "across, embedding and head": matrices * _reduced_on_all(kept * matrix // ranks, replicas),
     }
     if isinstance(parallel, VocabConfig):
         tokens = ranks * sequences * seq_len  # over all ranks of the group
@@ -87,7 +70,7 @@ def communication(
         if arch.matrices is None:
             return None
         within["updates"] = _gathered(BF16 * sum(rows * columns for rows, columns in arch.matrices), ranks)
-    return Communication(within, across)
+    return within | {name: size for name, size in across.items() if size}
 
 
 def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, compute: int, ranks: int) -> int | None:

@@ -116,9 +116,8 @@ def _communication(plan: Plan, arch: Architecture) -> list[str]:
     heading = f"sent by each of {plan.world_size} ranks in a step"
     if sent is None:
         return ["", f"{heading}: {UNKNOWN}"]
-    parts = {"sent": sent.total, **{f"sent/{name}": size for name, size in sent.within.items()}}
-    parts |= {f"sent/across, {name}": size for name, size in sent.across.items() if size}
-    return ["", heading, *memory_lines(parts)]
+    parts = {f"sent/{name}": size for name, size in sent.items()}
+    return ["", heading, *memory_lines({"sent": sum(sent.values()), **parts})]
 
 
 def _time(plan: Plan, arch: Architecture) -> list[str]:
