@@ -10,13 +10,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common import read_runs, save_picture
+from benchmarks.common import devices_of, save_picture
 from benchmarks.loss_pictures import hero
-from benchmarks.loss_rows import Row, read_rows, rows_for
+from benchmarks.loss_rows import read_rows, rows_for
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER
 from benchmarks.steps_rows import Row as StepRow
 from benchmarks.steps_rows import read_rows as read_rows_of_steps
-from linrnn.core.errors import DataError
 from linrnn.core.files import read_object
 from linrnn.models.facts import model_in_words
 from linrnn.report.curves import difference
@@ -47,11 +46,7 @@ NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 
 def draw(results: Path, output: Path) -> list[Path]:
-    """Draw every picture from the rows below `results`. Return the paths of the PNGs.
-
-    Raises:
-        DataError: rows that a picture needs are missing.
-    """
+    """Draw every picture from the rows below `results`. Return the paths of the PNGs."""
     pictures: dict[str, Callable[[Path], Any]] = {
         "hero": loss_layer,
         "step_by_loss": step_by_loss,
@@ -73,40 +68,23 @@ def colour_of(loss: str) -> str:
 def loss_layer(results: Path) -> Any:
     """The output layer's time against its memory for every loss, on two shapes."""
     directory = results / "bench_loss" / FOLDERS["device"]
-    measured = [row for path in sorted(directory.glob("*.json")) for row in read_rows(path) if row.set == "shapes"]
+    measured = [row for row in read_rows(directory / "rows.json") if row.set == "shapes"]
     rows = rows_for("shapes", measured).values()  # of one process: other sets hold other backends
     own = [row for row in rows if row.shape in FOLDERS["hero"] and row.logits == "peaked" and row.gradients == "bf16"]
-    if {row.shape for row in own} != set(FOLDERS["hero"]):
-        raise DataError(f"{directory} lacks rows of {FOLDERS['hero']}", "python benchmarks/loss.py set=shapes")
-    return hero(own, FOLDERS["hero"], _device(directory, own))
-
-
-def _device(directory: Path, rows: list[Row]) -> str:
-    """The GPU's name, from runs.jsonl."""
-    origins = {row.run for row in rows}
-    runs = [run for name, run in read_runs(directory).items() if name in origins]
-    return ", ".join(sorted({gpu["name"] for run in runs for gpu in run["environment"]["gpus"]}))
+    return hero(own, FOLDERS["hero"], devices_of(directory))
 
 
 def step_by_loss(results: Path) -> Any:
     """One step of GLA 1.3B with each loss: time and peak memory. It draws whatever losses the folder's rows hold."""
     directory = results / "bench_steps" / FOLDERS["step_by_loss"]
     rows = [row for row in read_rows_of_steps(directory) if _plain_gla(row) and row.loss != AGAIN]
-    if not rows:
-        raise DataError(
-            f"{directory} has no rows of GLA 1.3B", "name another folder in study/folders.yaml, step_by_loss"
-        )
     rows.sort(key=lambda row: -(row.step_ms or math.inf))
     figure, (times, memory) = subplots(1, 2, figsize=(8, 1.3 + 0.36 * len(rows)), sharey=True)
     for axes, key, form in ((times, "step_ms", "{:.0f} ms"), (memory, "peak_gib", "{:.0f} GiB")):
         values = [getattr(row, key) for row in rows]
         most = max(value for value in values if value)
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            if value is None:
-                axes.text(0, place, "  out of memory", va="center", fontsize=9, color="#B2182B")
-                continue
-            axes.barh(place, value, color=colour_of(row.loss), height=0.66)
-            axes.text(value, place, f" {form.format(value)}", va="center", fontsize=9)
+            _bar(axes, place, value, form, colour_of(row.loss))
         axes.set_xlim(0, 1.2 * most)
         axes.grid(visible=False, axis="y")
     times.set_yticks(range(len(rows)), [told(row.loss) for row in rows])
@@ -118,12 +96,18 @@ def step_by_loss(results: Path) -> Any:
     ran = [row for row in rows if row.step_ms]
     compared = [ran[0], *(row for row in ran[1:] if row.loss == "compiled")]
     more = [f"{told(row.loss)} {100 * ((row.step_ms or 0) / ours.step_ms - 1):+.2g} %" for row in compared]
-    gpus = {gpu["name"] for run in read_runs(directory).values() for gpu in run["environment"]["gpus"]}
     figure.suptitle(f"Time of a GLA 1.3B step over cce_kahan's: {', '.join(more)}")
     batch = f"{rows[0].batch} x {rows[0].seq:,} tokens, vocabulary {rows[0].v:,}"
-    note = f"{', '.join(sorted(gpus))}, {batch}, bf16, no checkpointing, {ours.rounds} interleaved repetitions."
+    note = f"{devices_of(directory)}, {batch}, bf16, no checkpointing, {ours.rounds} interleaved repetitions."
     legend_below(figure, {}, note)
     return figure
+
+
+def _bar(axes: Any, place: float, value: float | None, form: str, colour: str) -> None:
+    """A horizontal bar with its value; None: out of memory."""
+    axes.barh(place, value or 0, color=colour, height=0.7)
+    words, ink = (f" {form.format(value)}", "black") if value else ("  out of memory", "#B2182B")
+    axes.text(value or 0, place, words, va="center", fontsize=9, color=ink)
 
 
 def _plain_gla(row: StepRow) -> bool:
@@ -185,17 +169,12 @@ def _peaks(axes: Any, rows: Sequence[StepRow], without: float) -> None:
         here = [row for row in own if (CHECKPOINTING in row.line) == (kind == "full")]
         axes.text(0, place - 0.62, f"{kind} checkpointing", fontsize=9, fontweight="bold", va="bottom")
         for row in sorted(here, key=lambda row: order.index(row.loss)):
-            if row.peak_gib:
-                axes.barh(place, row.peak_gib, color=colour_of(row.loss), height=0.72)
-                axes.text(row.peak_gib, place, f" {row.peak_gib:.1f}", va="center", fontsize=8.5)
-            else:
-                axes.text(0, place, "  out of memory", va="center", fontsize=8.5, color="#B2182B")
+            _bar(axes, place, row.peak_gib, "{:.1f}", colour_of(row.loss))
             ticks.append(place)
             labels.append(told(row.loss))
             place += 1
         if kind == "no":
-            axes.barh(place, without, color=PALE, height=0.72)
-            axes.text(without, place, f" {without:.1f}", va="center", fontsize=8.5)
+            _bar(axes, place, without, "{:.1f}", PALE)
             ticks.append(place)
             labels.append("no output layer at all")
             place += 2
