@@ -36,9 +36,9 @@ from benchmarks.steps_rows import (
     WITHOUT_EFFECT,
     Row,
     key_of,
+    options_of,
     ratio_of,
     read_rows,
-    titles_of,
 )
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import cli, load_config
@@ -465,11 +465,15 @@ def _median(name: str) -> Callable[[Row], str]:
     return lambda row: show(statistics.median(values) if (values := getattr(row, name)) else None, ".1f")
 
 
+def _heading(row: Row) -> str:
+    size = f"{row.model} {row.size}, {row.batch} x {row.seq:,} tokens, V = {row.v:,}"
+    return f"{', '.join([size, *options_of(row.line)])}: `{row.line}`"
+
+
 def write_report(directory: Path) -> list[Path]:
     """Write steps.md; returns its path."""
     rows = read_rows(directory)
-    titles = titles_of(rows)
-    sections = {titles[own[0].line]: own for own in common.grouped(rows, key=lambda row: row.line)}
+    sections = {_heading(own[0]): own for own in common.grouped(rows, key=lambda row: row.line)}
     columns: common.Columns = {
         "loss": lambda row: f"`{row.loss}`",
         "n": "rounds:d",

@@ -1,6 +1,5 @@
 """Rows of benchmarks/steps.py, one line of JSON each in rows.jsonl, and their ratios."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -104,27 +103,12 @@ def key_of(word: str) -> str:
     return word.split("=")[0].lstrip("+~")
 
 
-def titles_of(rows: Sequence[Row]) -> dict[str, str]:
-    """The lines of these rows as headings: of the starting weights the last folder's name, of the data nothing.
-
-    Lines that would share a heading also have the words that tell them apart. Such lines differ in their data, say.
-    """
-    first = {row.line: row for row in reversed(rows)}  # later rows of a line may have batches of their own
+def options_of(line: str) -> list[str]:
+    """What a line says beside model, size, batch and data: of starting weights the last folder's name."""
     told = ["model", "model.config", "model.shared_projection_rank"]
     told += ["size", "size.vocab_size", "trainer.batch_size", "trainer.seq_len"]
-    titles: dict[str, str] = {}
-    for line, row in reversed(first.items()):
-        rest = [
-            f"{START}={Path(word.split('=', 1)[1]).name}" if key_of(word) == START else word
-            for word in line.split()
-            if key_of(word) not in told and key_of(word).split(".")[0] != "data" and word not in WITHOUT_EFFECT
-        ]
-        head = f"{row.model} {row.size}, {row.batch} x {row.seq:,} tokens, V = {row.v:,}"
-        titles[line] = ", ".join([head, *(word.removeprefix("trainer.") for word in rest)])
-    alike: dict[str, list[list[str]]] = {}
-    for line, title in titles.items():
-        alike.setdefault(title, []).append(line.split())
-    return {
-        line: ", ".join([title, *(word for word in line.split() if not all(word in words for words in alike[title]))])
-        for line, title in titles.items()
-    }
+    return [
+        f"{START}={Path(word.split('=', 1)[1]).name}" if key_of(word) == START else word.removeprefix("trainer.")
+        for word in line.split()
+        if key_of(word) not in told and key_of(word).split(".")[0] != "data" and word not in WITHOUT_EFFECT
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks import loss_rows
-from benchmarks.steps_rows import AGAIN, Row, ratio_of, titles_of
+from benchmarks.steps_rows import AGAIN, Row, options_of, ratio_of
 from linrnn.core.errors import ConfigError
 from linrnn.core.tables import Table
 from linrnn.models.facts import model_in_words
@@ -119,7 +119,7 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
         if row.loss == BASELINES[0]:  # the other losses may have batches of their own
             tokens[row.size].add((row.batch, row.seq))
     names: dict[str, str] = {}
-    titles, batches = titles_of(rows), _batches_of(rows)
+    batches = _batches_of(rows)
     for row in sorted(rows, key=lambda row: row.loss != BASELINES[0]):
         if row.line in names:
             continue
@@ -127,8 +127,7 @@ def names_of(rows: Sequence[Row]) -> dict[str, str]:
         shown = " / ".join(map(str, own if len(set(own)) > 1 else own[:1]))
         several = [f"{shown} x {row.seq:,}"] if len(tokens[row.size]) > 1 or len(set(own)) > 1 else []
         several += [f"V = {row.v:,}"] if len(vocabularies[row.size]) > 1 else []
-        _, _, rest = titles[row.line].partition(f"V = {row.v:,}")
-        options = [word for word in rest.split(", ") if word]
+        options = options_of(row.line)
         told = [
             f"{value} checkpointing"
             for word in options

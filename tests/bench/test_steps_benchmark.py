@@ -85,7 +85,7 @@ def test_a_loss_that_cannot_run_here_is_a_row(folder):
     assert write_report(folder) == [folder / "steps.md"]
     text = (folder / "steps.md").read_text()
     assert text.count("\n## ") == 3
-    assert "## gla smoke, 2 x 16 tokens, V = 96, precision=fp32\n" in text
+    assert "## gla smoke, 2 x 16 tokens, V = 96, precision=fp32: `model=gla " in text
     assert text.count("* `liger`: unsupported. ") == 2
     assert text.count("| `compiled, again` | 3 |") == 2
     assert "1. `python benchmarks/steps.py`: commit" in text
@@ -126,7 +126,7 @@ def test_every_turn_captures_its_loss_and_its_graph_dies_with_the_turn(folder, t
         assert (row.rounds, row.loss_layer_ms, row.loss_layer_share) == (3, None, None)
     write_report(tmp_path)
     text = (tmp_path / "steps.md").read_text()
-    assert "V = 96, precision=fp32, cuda_graph=true\n" in text
+    assert "V = 96, precision=fp32, cuda_graph=true: `" in text
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -196,7 +196,7 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path, small):
         (None, trained.data.fingerprint),
     ]
     write_report(tmp_path / "rows")
-    assert f"init_from={source.name}\n" in (tmp_path / "rows" / "steps.md").read_text()
+    assert f"init_from={source.name}: `" in (tmp_path / "rows" / "steps.md").read_text()
 
 
 # ----------------------------------------------------------------------------------------------------- rows and page
