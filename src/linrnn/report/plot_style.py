@@ -5,8 +5,6 @@ apart; `compiled`, the baseline, is grey. A loss with other options keeps its co
 filling of the marker and another dash of the line.
 """
 
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -95,7 +93,6 @@ def in_words(label: str) -> str:
     loss, _, options = label.partition(" ")
     words = LOSSES.get(loss, OTHER)[2]
     told = f"{loss} ({words})" if words and words.lower() != loss else loss
-    options = re.sub(r"filter_eps=(\S+)", lambda eps: f"filter_eps=2^{math.log2(float(eps[1])):.3g}", options)
     return f"{told} {options}".strip()
 
 
