@@ -60,10 +60,11 @@ BF16_LOSS = ("torch_native-sum", torch.bfloat16)
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_compile_cache():
-    """A test finds the graphs of the tests before it."""
+    """A test finds the graphs of the tests before it; another module's tests find none."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         yield
+    torch._dynamo.reset()
 
 
 @dataclass
