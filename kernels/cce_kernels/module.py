@@ -97,13 +97,10 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
 
         Args:
             logit_scale: multiplies the product and the bias, as in FLA. logit_softcapping: `softcap`.
-            num_chunks, l2_penalty_factor: no value but FLA's default; `workspace_mib` bounds the memory here.
-            use_l2warp: must be False.
+            num_chunks, l2_penalty_factor: no value but FLA's default. use_l2warp: must be False.
             accumulate_grad_in_fp32: False for accumulate="bf16".
             process_group: its ranks hold equal shards of weight and bias, and the same rows; None for one device.
             options: further options of `linear_cross_entropy`.
-
-        The other arguments are those of `LinearCrossEntropyLoss`.
 
         Raises:
             TypeError, ValueError: as in `LinearCrossEntropyLoss`, or FLA's option is not supported here.
@@ -123,10 +120,8 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
     def forward(  # type: ignore[override]  # FLA's order
         self, x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Any:
-        """The loss of x (..., D), target (...), weight (V, D) and bias (V,); with process_group the rank's V / ranks.
-
-        Returns:
-            The loss, fp32.
+        """The loss (fp32) of x (..., D), target (...), weight (V, D) and bias (V,); with process_group the rank's V
+        / ranks.
         """
         scale = self.options["logit_scale"]
         if bias is not None and scale != 1:  # linear_cross_entropy scales the product alone
@@ -166,12 +161,9 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
             lse_square_scale: `z_loss`.
             accum_dtype: None for this package's compensated sums, torch.float32 for accumulate="fp32".
             ce_weight: (V,) weights of the classes, bf16, fp16 or fp32, not together with label_smoothing or
-                lse_square_scale. A buffer that moves with the module, as in torch.nn.CrossEntropyLoss, but no part of
-                its state_dict, as in Liger's module. It gets no gradient.
+                lse_square_scale. A buffer without gradient that moves with the module and is not in its state_dict.
             use_token_scaling and return_…: must be False.
             options: further options of `linear_cross_entropy`.
-
-        The other arguments are those of `LinearCrossEntropyLoss`.
 
         Raises:
             TypeError, ValueError: as in `LinearCrossEntropyLoss`, or Liger's option is not supported here.
@@ -197,11 +189,7 @@ class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
     def forward(  # type: ignore[override]  # Liger's order
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Any:
-        """The loss of lin_weight (V, D), _input (..., D), target (...) and bias (V,).
-
-        Returns:
-            The loss, fp32; with reduction="none" the row losses (...).
-        """
+        """The loss (fp32) of lin_weight (V, D), _input (..., D), target (...) and bias (V,)."""
         if self.ce_weight is None:
             return super().forward(_input, lin_weight, target, bias)
         if self.ce_weight.shape != lin_weight.shape[:1]:

@@ -4,11 +4,9 @@
     dC_v += size Σ_{i drawn} a_i p_iv [v in i's tail] e_i                      (times the logits' scale)
 
 rule.py defines the tail, the head and the draws. The drawn rows or columns are copied together. Their logits are
-recomputed and multiplied as in four_products.py, but logit_gradient.py writes the tail's entries (TAIL).
-
-A 16-bit gradient is read, added to and rounded again, whatever `accumulate` says. This rounding is a fifth of the
-sample's error. The lists take probabilities of 8 bits (select.py), and the tail takes fp32. So an entry within a factor
-of 1 ± 2^-9 of eps may count twice or not at all, equally often.
+recomputed and multiplied as in four_products.py, but logit_gradient.py writes the tail's entries (TAIL). A 16-bit
+gradient is rounded once more, by a fifth of the sample's error. The lists take probabilities of 8 bits (select.py): an
+entry within a factor of 1 ± 2^-9 of eps may count twice or not at all, equally often.
 
 Cost: about 2 (1 / COLUMN_GROUP + 1 / ROW_GROUP) N D V multiply-adds on the tensor cores; reads and writes both
 gradients once more.
@@ -38,14 +36,11 @@ def add_estimates(
     x: Operands, rule: Rule, sample: Sample, o: Options, grads: tuple[Tensor | None, Tensor | None, Tensor | None],
     room: int, active: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add the estimate of the tails to the gradients that are given and filtered.
+    """Add the estimate of the tails to the gradients that are given and filtered: of e, of c (or main_grad_c), of
+    the bias.
 
-    Args:
-        x: as for `four_products.gradients`. sample: from `rule.sample` for its columns.
-        grads: of e, (N, D), of c, (V, D), or main_grad_c instead, and of the bias, (V,). None for one not wanted.
-        room: bytes for copies and logits. If the copy of the drawn rows alone exceeds them, 16 columns of logits come
-            on top.
-        active: () int32; where 0, nothing is added. None: the estimate is always added.
+    room: bytes for copies and logits. If the copy of the drawn rows alone exceeds them, 16 columns of logits come on
+    top. active: () int32; where 0, nothing is added. None: the estimate is always added.
     """
     peak = Peak.of(x.a, x.a)
     x, (grad_e, grad_c, grad_bias) = x._replace(a=peak.a), grads

@@ -2,14 +2,13 @@
 
     w_iv = 2^(z_iv log2 e − k_i)        p_iv = w_iv / S_i        S_i = Σ_v w_iv
 
-Whether an entry is kept (rule.py) depends on its probability, which is known only after a row's last tile. So
-each chunk of rows stores its exponentials w (triton/logits.py). `select_kernel` reads w once, with the sums, and lists
-the columns that are kept. `collect_kernel` appends the chunk's lists to those of earlier chunks, each row's target
-first. The head is not listed, because gather.py computes it densely.
+Whether an entry is kept (rule.py) is known only after a row's last tile. So each chunk of rows stores its exponentials
+w (triton/logits.py). `select_kernel` reads w once, with the sums, and lists the columns that are kept. `collect_kernel`
+appends the chunk's lists to those of earlier chunks, each row's target first. The head is not listed, because gather.py
+computes it densely.
 
-The lists are void if they overflow, or if a row drops more than filter_mass. `Lists.void` says so on the device as soon
-as a chunk finds it. The backward pass then takes schemes/four_products.py instead: with the same rule after an
-overflow, exact if filter_mass is given.
+The lists are void if they overflow, or if a row drops more than filter_mass. `Lists.void` says so on the device. The
+backward pass then takes schemes/four_products.py: with the same rule after an overflow, exact if filter_mass is given.
 
 Cost: N D V multiply-adds on the tensor cores; writes and reads 2 bytes × N × V in a workspace of one chunk.
 """

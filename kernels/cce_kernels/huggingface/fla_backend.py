@@ -62,15 +62,8 @@ def _loss_and_gradients(
     l2_penalty_factor: float = 1e-4,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """In place of `fused_linear_cross_entropy_fwd`: the loss, and the gradients that FLA scales and hands on later.
-
-    Args:
-        x: (N, D). target: (N,). weight: (V, D). bias: (V,) or None.
-        num_chunks, l2_penalty_factor: not used here; FLA's chunks of rows and its L2Warp penalty.
-        options: the other options of FLA's `FusedLinearCrossEntropyLoss`.
-
-    Returns:
-        The loss (fp32), and the gradients of x, weight and bias, the last one None without a bias.
+    """In place of `fused_linear_cross_entropy_fwd`: the loss (fp32), and the gradients of x (N, D), weight (V, D)
+    and bias (V,), which FLA scales and hands on later. num_chunks and l2_penalty_factor are not used here.
     """
     leaves = [y.detach().requires_grad_() for y in (x, weight, bias) if y is not None]
     with torch.enable_grad():

@@ -1,15 +1,12 @@
 """`patch` makes a causal language model of transformers or flash-linear-attention use `linear_cross_entropy`.
 
-`patch_trainer` does so for the model of a transformers Trainer, label smoothing and metrics included.
-
 With labels, the patched forward runs the model's own forward on a view of the model (deferred.py). The view's head
 computes no logits, and the view's loss takes hidden states and the head's weight. FLA's models need no view, because
 they compute logits and loss in one method. Without labels, as in generation, the model's own forward runs unchanged.
 
 `patch` changes the model's class to a subclass with the same name and another forward, and stores the options on the
-model. Copies, pickle, torch.save and spawned processes keep the class. The new forward reads the options at every call;
-if there are none, it runs the original forward. So `unpatch` works even if a wrapper, such as accelerate's for mixed
-precision, holds the patched forward.
+model, where the forward reads them at every call. So copies and pickles keep the patch, and `unpatch` works even if a
+wrapper, such as accelerate's for mixed precision, holds the patched forward.
 """
 
 from __future__ import annotations

@@ -46,17 +46,11 @@ class FusedHead:
         logit_scale: float = 1.0,
         outputs: Sequence[str] = ("log_probs",),
     ) -> tuple[Tensor | None, ...]:
-        """TRL's arguments and results; the signature is wide because TRL's is.
-
-        Args:
-            hidden: (N, D). weight: (V, D). bias: (V,) or None. targets: (N,).
-            chunk_size: not used here; TRL's chunks of columns.
-            logit_scale: multiplies the product and the bias, before softcap and temperature.
-            outputs: which results are wanted.
+        """TRL's arguments and results; the signature is wide because TRL's is. chunk_size is not used here.
 
         Returns:
-            log-probabilities, entropies, log Σ p², mean logits, each (N,) fp32, and whether the target is the argmax
-            (N,); None for what is not wanted.
+            log-probabilities, entropies, log Σ p², mean logits, each (N,) fp32, whether the target is the argmax (N,);
+            None for what is not in `outputs`.
         """
         wanted = set(outputs)
         if "log_sum_sq_probs" in wanted or (softcap and "mean_logits" in wanted) or not targets.numel():

@@ -73,13 +73,8 @@ def _is_dtensor(x: Any) -> bool:
 
 
 def _gathered(name: str, x: DTensor, mesh: DeviceMesh | None) -> Any:
-    """x, gathered along the dimensions of its mesh that `mesh` lacks; their ranks' gradients are averaged.
-
-    Returns:
-        A DTensor on `mesh`; a plain tensor if mesh is None.
-
-    Raises:
-        ValueError: mesh is neither x's mesh nor a part of it.
+    """x on `mesh`, or as a plain tensor for None: gathered along the dimensions of its mesh that `mesh` lacks. Their
+    ranks' gradients are averaged. Raises a ValueError if mesh is neither x's mesh nor a part of it.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -252,9 +247,8 @@ def _checked(
     """c and bias on e's mesh, and all rows' shifted targets and weights.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: c or bias is no DTensor, or on another mesh than e; or targets or token_weights do not have the
-            shape of e without D; or main_grad_c is given.
+        TypeError, ValueError: an argument has the wrong type; c or bias is no DTensor, or on another mesh than e; rows
+            do not have the shape of e without D; or main_grad_c is given.
     """
     _refuse_buffer(main_grad_c)
     heads = []

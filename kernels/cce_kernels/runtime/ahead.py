@@ -1,11 +1,9 @@
 """Compiles the kernels of a call on all cores before the call launches the first of them.
 
-Triton compiles a kernel at its first launch, so one after the other. That takes 14 s for the exact loss on a host with
-an H100. `compile_kernels` therefore rehearses the first call of a kind, with its backward pass, on tensors without
-values (torch's meta device). A launch then only gives its kernel to threads, which compile. Triton's compiler mostly
-leaves Python's lock free. The call itself finds its kernels in Triton's cache.
-
-No result depends on a rehearsal. A kernel that it has not met, or that does not compile, is compiled at its launch.
+Triton compiles a kernel at its first launch, so one after the other: 14 s for the exact loss on a host with an H100.
+`compile_kernels` rehearses the first call of a kind, with its backward pass, on tensors without values (torch's meta
+device). A launch then only gives its kernel to threads, which compile. The call itself finds its kernels in Triton's
+cache. No result depends on a rehearsal: a kernel that it has not met is compiled at its launch.
 """
 
 from __future__ import annotations

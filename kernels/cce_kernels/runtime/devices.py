@@ -95,9 +95,8 @@ _UNKNOWN = -1
 class Glance:
     """The value that the work queued so far gives a flag, () int32, not negative. Reading it waits for nothing.
 
-    The host need not launch work that the flag rules out. A copy to the host is queued behind the work that writes the
-    flag. If it has not arrived when the host looks, the host launches the kernels all the same. They read the flag on
-    the device and return at once. The results are equal.
+    A copy to the host is queued behind the work that writes the flag. If it has not arrived when the host looks, the
+    host launches the kernels that the flag may rule out, which then return at once. The results are equal.
     """
 
     def __init__(self, flag: Tensor) -> None:

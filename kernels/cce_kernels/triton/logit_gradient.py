@@ -193,8 +193,13 @@ def gradient_of_chunk(
     splits, tiles_per_split = split_columns(row_tiles, col_tiles, programs, most_splits(row_tiles, programs), dim)
     scale, on_target, elsewhere = float(o.logit_scale), 1 - float(o.label_smoothing), float(o.label_smoothing) / vocab
     if on_hopper:
-        pointers = (columns, lse, a, b, active, eps, times)
-        hopper.gradient(programs, e, c_chunk, dz, pointers, first, splits, tiles_per_split, scale, on_target, elsewhere)
+        half, described = tiles.rows // 2, hopper.kernels.Descriptor
+        hopper.kernels.hopper_gradient_kernel[(programs,)](
+            described(e, half, tiles.inner), described(c_chunk, tiles.cols, tiles.inner),
+            described(dz, half, tiles.cols // 2), columns, lse, a, b, active, eps, times, n_rows, width, dim, first,
+            splits, tiles_per_split, scale, on_target, elsewhere, tiles.num_stages, GROUP,
+            num_warps=tiles.num_warps, maxnreg=hopper.REGISTERS,
+        )  # fmt: skip
         return None
     gradient_kernel[(programs,)](
         Descriptor(e, tiles.rows, tiles.inner),

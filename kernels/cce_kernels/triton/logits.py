@@ -285,9 +285,13 @@ def exponentials(
     sums = e.new_empty((splits, n_rows), dtype=torch.float32)
     metrics = e.new_empty((2, splits, n_rows), dtype=torch.float32) if with_metrics else None
     if on_hopper:
-        hopper.exponentials(
-            programs, e, c, columns, w, z_target, live, gathered, sums, metrics, unread, splits, tiles_per_split,
-            float(o.logit_scale),
+        half, described = tiles.rows // 2, hopper.kernels.Descriptor
+        hopper.kernels.hopper_exponentials_kernel[(programs,)](
+            described(e, half, tiles.inner), None if gathered is None else described(gathered, half, tiles.inner),
+            described(c, tiles.cols, tiles.inner), None if w is None else described(w, half, tiles.cols // 2), columns,
+            z_target, *((None, None, None) if live is None else (live.rows, live.count, live.some)), sums, metrics,
+            unread, n_rows, vocab, dim, splits, tiles_per_split, float(o.logit_scale), tiles.num_stages, GROUP,
+            vocab % tiles.cols == 0, num_warps=tiles.num_warps, maxnreg=hopper.REGISTERS,
         )  # fmt: skip
         return Sums(sums, None, metrics)
     z_sums = torch.empty_like(sums) if with_z else None

@@ -4,12 +4,8 @@
 
 `out` holds the sum in the gradient's dtype, and `lost` its rounding error in 8 bits (accumulator.py). The last launch
 applies the scale and drops `lost`. If the output has too few tiles to occupy every multiprocessor, the summed dimension
-can be cut into `splits`, each with an fp32 output of its own.
-
-One program owns each output tile. So the result needs no locks or atomics and is deterministic.
-
-The error of an fp32 sum grows with the number of terms that join it one after another. So fp32 products sum 512 terms
-first, and then those sums.
+can be cut into `splits`, each with an fp32 output of its own. One program owns each output tile: no locks or atomics.
+fp32 products sum 512 terms first, and then those sums, because an error grows with the terms that join one by one.
 
 Two products that do not depend on each other run side by side (programmatic dependent launch). The last tiles of the
 first leave multiprocessors idle, and the second begins there. Before Hopper one product runs after the other.
