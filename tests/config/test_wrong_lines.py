@@ -22,6 +22,7 @@ LINES = [
     ("train", "trainer={max_steps:3}", "options are names", "trainer=NAME"),
     ("train", "model=gla model=kda", "model is given twice (gla, kda)", "keep one"),
     # A key that is not there: the nearest ones, and what its owner has.
+    ("train", "experimnt=mve", "experimnt: there is no such key", "nearest: experiment=…"),
     ("train", "modl=gla", "modl: there is no such key", "nearest: model=…"),
     ("train", "trainr.max_steps=1", "trainr.max_steps: there is no such key", "nearest: trainer.max_steps"),
     ("train", "trainer.batchsize=4", "trainer.batchsize: there is no such key", "trainer has: max_steps, max_tokens"),

@@ -14,16 +14,10 @@ from linrnn.core.output import PROGRAM
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
-
-    Attributes:
-        main: gets the configuration. That of a command that makes runs also gets their overrides.
-        config_name: of its schema.
-        makes_runs: whether all other overrides are for the runs that it makes.
-    """
+    """A command. `main` gets its configuration, and with `makes_runs` all other overrides, which are for its runs."""
 
     main: Callable[..., int | None]
-    config_name: str = "train"
+    config_name: str = "train"  # of its schema
     makes_runs: bool = False
 
 

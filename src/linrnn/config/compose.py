@@ -216,7 +216,8 @@ def _unknown_key(key: str, composed: "DictConfig") -> ConfigError:
         for option, schema in SCHEMAS.get(group, {}).items()
         if option and leaf in {field.name for field in dataclasses.fields(schema)}
     ]
-    groups = [] if group else difflib.get_close_matches(key, [name.partition(".")[0] for name in valid], n=1)
+    names = [*(name.partition(".")[0] for name in valid), *(["experiment"] if "trainer" in composed else [])]
+    groups = [] if group else difflib.get_close_matches(key, names, n=1)
     likely = [*(f"{name}=…" for name in groups if name not in valid), *nearest(key, valid)]
     siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
     remedy = f"it is an option of {', '.join(owners)}" if owners else f"nearest: {', '.join(likely)}"

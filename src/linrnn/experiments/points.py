@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import dataclasses
-import fcntl
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
 from linrnn.config.naming import HORIZON, paths
@@ -49,7 +48,6 @@ class Point:
         memory_bytes: expected peak of one rank's memory; None if unknown.
         seconds: expected time from the command to the last step; None if the device's rate is unknown.
         refusal: why the point cannot run here; None if it can.
-        refused_here: whether another machine may run a refused point: its device, memory or libraries decide.
         missing: an error that the run would raise because its data or weights are not on this machine.
     """
 
@@ -62,12 +60,11 @@ class Point:
     memory_bytes: int | None = None
     seconds: float | None = None
     refusal: str | None = None
-    refused_here: bool = False
     missing: DataError | None = None
 
     def on_a_cluster(self) -> "Point":
-        """The point for machines that may hold the data, devices and libraries that this machine lacks."""
-        return dataclasses.replace(self, missing=None, refusal=None if self.refused_here else self.refusal)
+        """The point for machines that may hold what this machine lacks: a job itself says what cannot run there."""
+        return dataclasses.replace(self, missing=None, refusal=None)
 
     @property
     def log(self) -> Path:
@@ -82,17 +79,6 @@ class Point:
         """
         resume = "must" if self.config.trainer.resume == "must" else "auto"
         return RunDirectory(self.directory, identity=identity(self.config, self.ranks), resume=resume)
-
-    def claim(self) -> BinaryIO | None:
-        """The log, locked against other sweeps until it is closed or this process ends; None if another has it."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        log = self.log.open("ab")
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.close()
-            return None
-        return log
 
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
@@ -195,17 +181,15 @@ def _foresee(point: Point) -> Point:
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
-    config, planned = point.config, False
+    config = point.config
     try:
         plan = make_training_plan(config)
-        planned = True  # what is refused from here on depends on this machine
         check_memory_budget(config.memory_budget_gib, plan.device)
         check_step_fits(plan, plan.architecture(vocabulary_size(config.data)))
     except OutOfMemoryError:  # the run itself will give this result
         pass
     except (UnsupportedError, ConfigError) as error:
-        here = planned or isinstance(error, UnsupportedError)
-        point = dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}", refused_here=here)
+        point = dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}")
     try:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
@@ -230,30 +214,17 @@ class Process:
 
     Args:
         environment: variables in addition to this process's own.
-        claim: the claim on the point, if the caller has it already.
         command: the command of each rank; None: `python train.py` with the point's overrides.
-
-    Raises:
-        ConfigError: another sweep is running the point. Its log is not touched.
     """
 
-    def __init__(
-        self,
-        point: Point,
-        environment: dict[str, str],
-        claim: BinaryIO | None = None,
-        command: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, point: Point, environment: dict[str, str], command: Sequence[str] | None = None) -> None:
         self.point = point
-        taken = claim or point.claim()
-        if taken is None:
-            raise ConfigError(f"{point.directory} is being run by another sweep", "wait for it, or use another group")
-        self._claim = taken
         self._summary_before = point.written_at()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
         train = [str(TRAIN)] if TRAIN.exists() else ["-m", "linrnn", "train"]
-        with point.log.open("wb") as log:  # an open file of their own: processes that they leave hold no claim
+        point.log.parent.mkdir(parents=True, exist_ok=True)
+        with point.log.open("wb") as log:
             self._ranks = [
                 subprocess.Popen(
                     list(command or [sys.executable, *train, *point.overrides]),
@@ -274,10 +245,9 @@ class Process:
                 rank.send_signal(signal_number)
 
     def kill(self) -> None:
-        """End it at once, and let other sweeps run the point. Harmless where it has ended."""
+        """End it at once. Harmless where it has ended."""
         self.send(signal.SIGKILL)
         self.wait()
-        self._claim.close()
 
     def ended(self) -> bool:
         """Whether every rank has ended.
@@ -313,18 +283,15 @@ class Process:
         return self.conclude()
 
     def conclude(self) -> dict[str, Any]:
-        """The summary after the process has ended: the run's own, or one that says how it died. Releases the claim."""
-        try:
-            rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
-            own = self.point.summary()
-            if own and (code == 0 or self.point.written_at() != self._summary_before):  # 0: nothing was left to do
-                return own
-            reason = self._reason(code)
-            if self.point.ranks > 1 and not reason.startswith("rank "):
-                reason = f"rank {rank}: {reason}"
-            return write_summary(self.point, status_of(code), reason)
-        finally:
-            self._claim.close()
+        """The summary after the process has ended: the run's own, or one that says how it died."""
+        rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
+        own = self.point.summary()
+        if own and (code == 0 or self.point.written_at() != self._summary_before):  # 0: nothing was left to do
+            return own
+        reason = self._reason(code)
+        if self.point.ranks > 1 and not reason.startswith("rank "):
+            reason = f"rank {rank}: {reason}"
+        return write_summary(self.point, status_of(code), reason)
 
     def _reason(self, code: int) -> str:
         if code < 0:

@@ -39,7 +39,6 @@ from linrnn.report.targets import parse_target, store_targets
 from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
 
-NAMED = 5  # points that the closing error names; it counts all others
 OUTCOMES = ("finished", "unsupported", "out_of_memory")
 
 Say = Callable[[str], None]
@@ -81,7 +80,11 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     if config.sweep.targets:
         for group in {point.directory.parent for point in points}:
             store_targets(config.sweep.targets, group)
-    _answer_refused(points, config.retry, say)
+    refused = [point for point in points if point.refusal is not None and not point.is_answered(config.retry)]
+    for point in refused:
+        write_summary(point, "unsupported", point.refusal or "")
+    for reason, labels in _by_reason(refused, lambda point: point.refusal).items():
+        say(f"unsupported: {labels}: {reason}")
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
     if launcher and ahead:
         _submit(ahead, launcher, say)
@@ -106,15 +109,13 @@ def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def _answer_refused(points: Sequence[Point], retry: bool, say: Say) -> None:
-    """Write and say why points cannot run here, unless they have an answer."""
-    refused: dict[str, list[str]] = {}
+def _by_reason(points: Sequence[Point], reason: Callable[[Point], str | None]) -> dict[str, str]:
+    """Every reason, and the labels of the points that have it."""
+    labels: dict[str, list[str]] = {}
     for point in points:
-        if point.refusal is not None and not point.is_answered(retry):
-            write_summary(point, "unsupported", point.refusal)
-            refused.setdefault(point.refusal, []).append(point.label)
-    for reason, labels in refused.items():
-        say(f"unsupported: {', '.join(labels)}: {reason}")
+        if (found := reason(point)) is not None:
+            labels.setdefault(found, []).append(point.label)
+    return {found: ", ".join(those) for found, those in labels.items()}
 
 
 # --------------------------------------------------------------------------------------------------- the dry run
@@ -169,11 +170,8 @@ def check_inputs(points: Sequence[Point]) -> list[str]:
             f"none of {len(points)} points can start: {'; '.join(causes)}",
             f"{'; '.join(remedies)}; nothing was started",
         )
-    by_cause: dict[str, list[str]] = {}
-    for point in points:
-        if point.missing is not None:
-            by_cause.setdefault(point.missing.cause, []).append(point.label)
-    return [f"{', '.join(those)} will fail: not on this machine: {cause}" for cause, those in by_cause.items()]
+    by_cause = _by_reason(points, lambda point: point.missing.cause if point.missing else None)
+    return [f"{labels} will fail: not on this machine: {cause}" for cause, labels in by_cause.items()]
 
 
 def _state(point: Point, retry: bool) -> tuple[str, str | None]:
@@ -189,15 +187,12 @@ def _state(point: Point, retry: bool) -> tuple[str, str | None]:
 
 
 def _in_all(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]) -> str:
-    """The time of all points, in words; empty if a time is unknown. Points that share a GPU or cores share its time."""
+    """The time of all points, in words; empty if a time is unknown. Points that share a GPU share its time."""
     foreseen = [point.seconds for point in points if point.seconds is not None]
     if not foreseen or len(foreseen) < len(points):
         return ""
-    threads = os.environ.get("OMP_NUM_THREADS", "")  # of one rank; without it one uses all cores, each of several one
-    of_rank = int(threads) if threads.isdecimal() else cores() if config.sweep.ranks == 1 else 1
-    at_a_time = min(config.jobs, max(1, (len(gpus) or cores() // of_rank) // config.sweep.ranks))
-    shared = f", since {config.jobs} points at a time share {f'{len(gpus)} GPUs' if gpus else 'the CPU'}"
-    return f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}{shared if at_a_time < config.jobs else ''}"
+    at_a_time = min(config.jobs, max(1, len(gpus) // config.sweep.ranks)) if gpus else 1
+    return f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
 
 
 # ------------------------------------------------------------------------------------------------------- the loop
@@ -208,7 +203,7 @@ def run_points(
     report_every_seconds: float,
     command: Callable[[Point], Sequence[str]] | None = None,
 ) -> None:
-    """Run points, one in each slot at a time. Points of other sweeps and runs are waited for, not repeated.
+    """Run points, one in each slot at a time. A point that another command runs is waited for.
 
     Args:
         slots: for each slot, environment variables for its processes.
@@ -232,18 +227,14 @@ def run_points(
 
     def start_next() -> None:
         point = waiting.popleft()
-        claim = point.claim()
-        if claim is None or point.run_directory().in_use():  # by another sweep, a single run, or one that is ending
+        if point.run_directory().in_use():  # by a run of another command, or one that an earlier sweep left behind
             waiting.append(point)
-            if claim:
-                claim.close()
             return
         summary, is_new = point.summary(), point.written_at() != before[point.directory]
         if summary and point.is_answered(retry=not is_new):
-            claim.close()
             tell(point, f"{summary['status']} by another process")
             return
-        process = Process(point, free[0], claim, command and command(point))
+        process = Process(point, free[0], command and command(point))
         running.append((process, free.popleft(), time.monotonic()))
         tell(point, "started")
 
@@ -394,12 +385,11 @@ def _judge(points: Sequence[Point], say: Say) -> None:
     failed = {name: status for name, status in statuses.items() if status not in OUTCOMES}
     if failed:
         words = [f"{name} ({status})" for name, status in failed.items()]
-        more = [f"and {len(words) - NAMED} more"] if len(words) > NAMED else []
         logs = [point.log for point in points if point.label in failed]
         folders = ", ".join(sorted({str(log.parent / "*.log") for log in logs}))
         where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {folders}"
         raise SweepFailure(
-            f"{len(failed)} of {len(points)} points did not finish: {', '.join([*words[:NAMED], *more])}",
+            f"{len(failed)} of {len(points)} points did not finish: {', '.join(words)}",
             f"the {where}; the same command runs failed points again",
             DivergedError.exit_code if {*failed.values()} == {"diverged"} else SweepFailure.exit_code,
         )
