@@ -134,81 +134,51 @@ def test_stored_tables_fit_the_installed_fla():
 
 
 # -------------------------------------------------------------------------------------------------------- choices
-def test_a_stored_choice_is_used_without_measuring():
-    tuned = tuner()
-    tuning.use("stored", table())
-    assert call(tuned) == call(tuned) == [16]
+@pytest.mark.parametrize("kind", [Autotuner, import_fla("fla.ops.utils.cache").CachedAutotuner])
+@pytest.mark.parametrize(
+    ("mode", "batch", "width", "tiles", "source"),
+    [
+        ("stored", 8, 64, [16], "stored"),
+        ("stored", 12, 64, [16], "near"),
+        ("stored", 8, 128, [16, 32, 32], "tuned"),
+        ("exact", 12, 64, [16, 32, 32], "tuned"),
+        ("first", 8, 64, [16], "stored"),
+        ("first", 8, 128, [16], "first"),
+        ("strict", 8, 64, [16], "stored"),
+        ("tune", 8, 64, [16, 32, 32], "tuned"),
+    ],
+)
+def test_which_configurations_are_measured_and_what_is_recorded(mode, batch, width, tiles, source, kind):
+    tuned = tuner(kind)
+    tuning.use(mode, table())
+    assert call(tuned, batch, width) == tiles
+    assert call(tuned, batch, width) == tiles[-1:], "it is chosen once"
     found = tuning.used()
     assert found is not None
-    assert (found["stored"], found["near"], found["tuned"]) == (1, 0, 0)
-    assert found["choices"] == {f"{KERNEL} {KEY}": SMALL}
-    assert (tuning.remark() or "").endswith("1 stored, 0 stored for another batch, none tuned here")
+    assert {name for name in ("stored", "near", "first", "tuned") if found[name]} == {source}
+    chosen = {f"B={batch} D={width} bfloat16": {16: SMALL, 32: LARGE}[tiles[-1]]}
+    assert choices.chosen() == {KERNEL: chosen}
+    assert found["choices"] == {f"{KERNEL} {key}": config for key, config in chosen.items()}
+    remark = tuning.remark() or ""
+    assert f"{int(source == 'stored')} stored, {int(source == 'near')} stored for another batch" in remark
+    assert ("1 in their first configuration" in remark) == (source == "first")
+    assert remark.endswith("scripts/tune.py stores them" if source == "tuned" else "none tuned here")
+    tuning.use("stored", table())
+    assert call(tuned) == [16], "a run begins without the choices of an earlier run of the process"
 
 
 def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch):
     own = Table("a GPU", VERSIONS, {"another:kernel": {KEY: LARGE}})
-    other = replace(table(), versions={**VERSIONS, "triton": "0.1"})
-    monkeypatch.setattr(choices, "stored_tables", lambda: [own, other])
+    monkeypatch.setattr(choices, "stored_tables", lambda: [own, table()])
     tuning.use("stored")
     assert call(tuner()) == [16]
-    assert "1 stored, 0 stored for another batch" in (tuning.remark() or "")
-
-
-def test_a_choice_for_another_batch_is_used_and_counted():
-    tuned = tuner()
-    tuning.use("stored", table())
-    assert call(tuned, batch=12) == [16]
-    found = tuning.used()
-    assert found is not None
-    assert (found["stored"], found["near"], found["tuned"]) == (0, 1, 0)
-    tuning.use("exact", table())
-    assert call(tuned, batch=12)[-1] == 32
-
-
-def test_what_is_not_stored_is_tuned_and_named():
-    tuned = tuner()
-    tuning.use("stored", table())
-    assert call(tuned, width=128) == [16, 32, 32]
-    assert call(tuned, width=128) == [32], "it is tuned once"
-    found = tuning.used()
-    assert found is not None
-    assert (found["stored"], found["tuned"]) == (0, 1)
-    assert "1 tuned here in 0 s (kernel); scripts/tune.py stores them" in (tuning.remark() or "")
-    assert choices.chosen() == {KERNEL: {"B=8 D=128 bfloat16": LARGE}}
-
-
-@pytest.mark.parametrize("kind", [Autotuner, import_fla("fla.ops.utils.cache").CachedAutotuner])
-def test_first_runs_what_is_not_stored_in_its_first_configuration_and_counts_it(kind):
-    tuned = tuner(kind)
-    tuning.use("first", Table("a GPU", VERSIONS, {KERNEL: {KEY: LARGE}}))
-    assert call(tuned) == [32], "a stored choice comes first"
-    assert call(tuned, width=128) == call(tuned, width=128) == [16], "nothing is measured"
-    found = tuning.used()
-    assert found is not None
-    assert {name: found[name] for name in ("stored", "near", "first", "tuned")} == {
-        "stored": 1, "near": 0, "first": 1, "tuned": 0
-    }  # fmt: skip
-    assert (tuning.remark() or "").endswith(
-        "1 stored, 0 stored for another batch, 1 in their first configuration, none tuned here"
-    )
-    tuning.use("stored", table())
-    assert call(tuned, width=128)[-1] == 32, "a later run tunes again"
 
 
 def test_strict_refuses_what_is_not_stored():
     tuned = tuner()
     tuning.use("strict", table())
-    assert call(tuned) == [16]
     with pytest.raises(UnsupportedError, match=f"no choice is stored for {KERNEL} with B=8 D=128 bfloat16"):
         call(tuned, width=128)
-
-
-def test_tune_uses_no_stored_choice():
-    tuned = tuner()
-    tuning.use("tune", table())
-    assert call(tuned)[-1] == 32
-    tuning.use("stored", table())
-    assert call(tuned) == [16], "a run begins without the choices of an earlier run of the process"
 
 
 def test_a_configuration_that_the_kernel_lacks_is_not_used():
