@@ -28,7 +28,6 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "code", "cause", "remedy"),
     [
-        (["model=gal"], 2, "model=gal", "gla"),
         (["trainer.max_steps=null"], 2, "no end", "give one"),
         (["init_from=nowhere/at_all"], 3, "nowhere/at_all", ""),
         (["loss=liger"], 4, "liger", "loss="),
@@ -60,13 +59,9 @@ def test_refused(overrides, code, cause, remedy, command_here, small, tmp_path):
     [
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
         ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
-        ("../study/sparsity", "checkpoints=results/x", "is a list", "checkpoints=[results/x]"),
-        ("evaluate", "checkpoint=x split=train checkpoint=y", "checkpoint is given twice (x, y)", "keep one"),
-        ("sweep", "sweep=mve loss=liger jobs=2 loss=fla,kahan", "loss is given twice (liger, fla,kahan)", "keep one"),
         ("evaluate", "results/summaries", "'results/summaries' cannot be read", "KEY=results/summaries"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("../benchmarks/parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N benchmarks/parallel.py"),
-        ("../benchmarks/steps", "roundes=3", "roundes: there is no such key", "nearest: rounds"),
     ],
 )
 def test_what_a_script_does_not_take_is_refused(script, argument, cause, remedy, command_here):
