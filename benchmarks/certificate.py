@@ -21,14 +21,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.problems import DTYPES, Shape, make_problem, parse_shape, relative_error
+from benchmarks.problems import DTYPES, Shape, make_problem, parse_shape, relative_error, without_tf32
 from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option as key
 from linrnn.core.errors import ConfigError, as_reason
 from linrnn.core.output import say
 from linrnn.runs.environment import command_line
-from linrnn.training.runtime import resolve_device, without_tf32
+from linrnn.training.runtime import resolve_device
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
 SAMPLED = 128  # rows of dE, and as many rows of dC

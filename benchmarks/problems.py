@@ -4,9 +4,10 @@ Launches count, because the device is idle at first. On a GPU its own events giv
 CPU has no memory figures.
 """
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -22,7 +23,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.losses import LossBackend
 from linrnn.losses.base import IGNORE_INDEX
 from linrnn.models.language_model import loss_inputs
-from linrnn.training.runtime import synchronize, without_tf32
+from linrnn.training.runtime import synchronize
 
 HALF_IGNORED, TRAINED = "half_ignored", "trained"
 KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where a checkpoint is named
@@ -182,6 +183,17 @@ def fp32_logits_of(problem: Problem) -> Solution:
         solved = _solve(problem, torch.float32, problem.compute_dtype)
     dtype = problem.hidden_ND.dtype
     return Solution(solved.loss, solved.hidden_ND.to(dtype), solved.weight_VD.to(dtype))
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside the block, products in fp32 round as fp32 on a GPU, too."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()

@@ -1,9 +1,7 @@
 """What a process settles before it builds anything: device, precision, seeds, determinism, memory budget."""
 
-import contextlib
 import os
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -52,17 +50,6 @@ def resolve_precision(name: str, device: torch.device) -> str:
     if name == "auto":
         return "bf16_autocast" if device.type == "cuda" else "fp32"
     return name
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Inside the block, products in fp32 round as fp32 on a GPU, too."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def prepare_process(config: Config, device: torch.device) -> None:
