@@ -1,7 +1,6 @@
 """benchmarks/parallel.py: rows and their page, the memory that formulas foresee for them, and what is refused."""
 
 import dataclasses
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def test_formulas_agree_with_the_memory_of_every_committed_step():
     [({"weak": ["ddp"]}, ConfigError, "weak=[fsdp,vocab]"), ({"weak": ["fsdp"]}, UnsupportedError, "cuda_graph=false")],
 )
 def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(change, error, remedy, tmp_path):
-    ranks = DistributedRanks(Launch(0, 0, 1, True), None, None, timedelta(seconds=1))
+    ranks = DistributedRanks(Launch(0, 0, 1, True), None, None, load_config(["parallel=ddp"]).parallel)
     config = load_config(["device=cpu", "cuda_graph=true", "strong=[]", f"output_dir={tmp_path}"], "bench_parallel")
     with pytest.raises(error) as refusal:
         run_benchmark(ranks, dataclasses.replace(config, **change), "")

@@ -1,6 +1,5 @@
 """`trainer.cuda_graph=true` on several ranks: every replay gathers parameters and sums gradients anew."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ class OneShard(ShardedRanks):
 
     def __init__(self, model: LanguageModel, parallel: FsdpConfig) -> None:
         nobody: Any = None
-        super().__init__(Launch(), nobody, nobody, timedelta(), parallel)
+        super().__init__(Launch(), nobody, nobody, parallel)
         self.spread(model, torch.float32)
         self.gathered_before = list[bool]()
 

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ def group_of_one() -> Iterator[DistributedRanks]:
     """A group that this process joins alone: it calls all collectives and needs no second process."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield ReplicatedRanks(Launch(0, 0, 1, True), store, SimpleNamespace(), timedelta(seconds=30))  # type: ignore[arg-type]
+    yield ReplicatedRanks(Launch(0, 0, 1, True), store, SimpleNamespace(), load_config(["parallel=ddp"]).parallel)  # type: ignore[arg-type]
     dist.destroy_process_group()
 
 

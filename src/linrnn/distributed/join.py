@@ -45,7 +45,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
             dist.init_process_group(
                 backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
-            ranks = under(parallel, launch, store, watch, timeout)
+            ranks = under(parallel, launch, store, watch)
             try:
                 yield ranks
             except BaseException as error:
@@ -56,15 +56,13 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def under(
-    parallel: DistributedConfig, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta
-) -> DistributedRanks:
+def under(parallel: DistributedConfig, launch: Launch, store: dist.Store, watch: Watch) -> DistributedRanks:
     """The ranks, with the method that `parallel` names to distribute a model."""
     if not isinstance(parallel, FsdpConfig):
-        return ReplicatedRanks(launch, store, watch, timeout)
+        return ReplicatedRanks(launch, store, watch, parallel)
     from linrnn.distributed.sharding import ShardedRanks  # half a second to import: only where a model is sharded
 
-    return ShardedRanks(launch, store, watch, timeout, parallel)
+    return ShardedRanks(launch, store, watch, parallel)
 
 
 def _claim_device(launch: Launch, device: str) -> str:

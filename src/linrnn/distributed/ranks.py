@@ -8,7 +8,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from linrnn.config.schema import DistributedConfig
 from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
@@ -120,10 +120,11 @@ class Ranks:
 class DistributedRanks(Ranks):
     """Several processes, joined by :func:`linrnn.distributed.join`. `joined` are the arguments, for another method."""
 
-    def __init__(self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta) -> None:
+    def __init__(self, launch: Launch, store: dist.Store, watch: Watch, parallel: DistributedConfig) -> None:
         self.rank, self.world_size = launch.rank, launch.world_size
-        self._store, self._watch, self._timeout = store, watch, timeout
-        self.joined = launch, store, watch, timeout
+        self._store, self._watch = store, watch
+        self._parallel: Any = parallel
+        self.joined = launch, store, watch
 
     def share(self, items: Sequence[T], blank: Callable[[T], T]) -> Iterator[T]:
         for first in range(0, len(items), self.world_size):
@@ -179,7 +180,7 @@ class DistributedRanks(Ranks):
             return failure.error()
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "timed out" in str(error).lower():
             return RankFailedError(
-                f"no answer from the other ranks within {self._timeout.total_seconds():g} s, or no connection to them "
+                f"no answer from the other ranks within {self._parallel.timeout_seconds:g} s, or no connection to them "
                 f"({first_line(error)})",
                 "look at the other machines; raise parallel.timeout_seconds if a rank may take longer than that",
             )

@@ -15,7 +15,6 @@ once. Embedding and head are as large as many blocks and are handled apart:
 import contextlib
 import functools
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.distributed.launch import Launch
 from linrnn.distributed.ranks import DistributedRanks
-from linrnn.distributed.watch import Watch
 from linrnn.models.build import Part, allocate
 
 
@@ -94,11 +91,7 @@ class ShardedRanks(DistributedRanks):
     so for the blocks, and this class for embedding and head, as soon as a backward pass has them.
     """
 
-    def __init__(
-        self, launch: Launch, store: dist.Store, watch: Watch, timeout: timedelta, parallel: FsdpConfig
-    ) -> None:
-        super().__init__(launch, store, watch, timeout)
-        self._parallel, self._accumulating = parallel, False
+    _accumulating = False
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
