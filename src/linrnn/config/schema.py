@@ -162,9 +162,7 @@ class LossConfig:
     _: KW_ONLY
     z_loss: float = option(0.0, "adds z_loss · LSE² to a token's training loss (often 1e-4)", minimum=0)
     softcap: float | None = option(None, "logits become softcap · tanh(logits / softcap), always", minimum=0)
-    label_smoothing: float = option(
-        0.0, "share of a label spread over the vocabulary, in training", minimum=0, maximum=1
-    )
+    label_smoothing: float = option(0.0, "share of a label spread over the vocabulary", minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         if self.softcap == 0:
@@ -275,7 +273,9 @@ class OptimizerConfig:
     beta1: float = option(0.9, "AdamW: decay of the first moment, per step", minimum=0, maximum=1)
     beta2: float = option(0.95, "AdamW: decay of the second moment, per step", minimum=0, maximum=1)
     eps: float = option(1.0e-8, "AdamW: added to the root of the second moment", minimum=0)
-    weight_decay: float = option(0.1, "per unit of rate; of matrices, convolutions and embeddings alone", minimum=0)
+    weight_decay: float = option(
+        0.1, "per unit of rate; matrices, convolutions, embeddings (not norms, biases, A_log, dt_bias)", minimum=0
+    )
     max_grad_norm: float | None = option(1.0, "gradients are clipped to this L2 norm; null or inf: never", minimum=0)
 
     def __post_init__(self) -> None:
@@ -335,9 +335,7 @@ class TrainerConfig:
     accumulation_steps: int = option(1, "micro-steps a step; the loss is the mean over all its tokens", minimum=1)
     seq_len: int = option(128, "tokens per sequence (T)", minimum=2)
     precision: str = choice("auto (GPU: bf16_autocast, CPU: fp32) | fp32 | bf16_autocast | bf16 (parameters, too)")
-    activation_checkpointing: str = choice(
-        "recomputed in the backward pass: none | selective (all but linear layers) | full"
-    )
+    activation_checkpointing: str = choice("recomputed backward: none | selective (all but linear layers) | full")
     compile: str = choice("by torch.compile: none | blocks (each by itself) | model (all blocks as one; not the loss)")
     float8: str = choice("what multiplies in float8: none | blocks (their linear layers; not head and loss)")
     cuda_graph: bool = option(False, "true: replay both passes as one CUDA graph: equal losses, less work for the CPU")
@@ -346,14 +344,14 @@ class TrainerConfig:
     valid_every: int | None = option(None, "optimizer steps between validations; null: once, at the end", minimum=1)
     valid_tokens: int | None = option(100000, "tokens of the validation set to read; null: all", minimum=1)
     checkpoint_every: int | None = option(
-        None, "null: only by the clock and at the end; 0: only when interrupted", minimum=0
+        None, "steps; null: by the clock and at the end; 0: when interrupted", minimum=0
     )
     checkpoint_minutes: float | None = option(10, "minutes between checkpoints; null: only by steps", minimum=0)
     keep_checkpoints: int = option(2, "number of newest checkpoints to keep", minimum=1)
     resume: str = choice("auto (continue an existing run) | never (move it aside) | must (fail without one)")
     warmup_measurement_steps: int = option(5, "first steps of a process, in no figure of speed or memory", minimum=0)
     kernel_choices: str = choice(
-        "tiles of FLA's kernels: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all)"
+        "FLA's tiles: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all)"
     )
     profile_steps: int = option(0, "steps after the warm-up to trace with torch.profiler; in no figure", minimum=0)
     memory_snapshot: bool = option(False, "true: record every CUDA allocation, for pytorch.org/memory_viz")
@@ -421,9 +419,7 @@ class FsdpConfig(DistributedConfig):
     sequences, however they are divided over ranks and micro-steps.
     """
 
-    shard_ranks: int | None = option(
-        None, "that share one model; null: all, or of several machines those of one (HSDP)", minimum=1
-    )
+    shard_ranks: int | None = option(None, "that share one model; null: all, or those of one machine (HSDP)", minimum=1)
     blocks_together: int = option(1, "blocks gathered at a time; more take fewer calls and more memory", minimum=1)
     keep_gathered: bool = option(False, "true: blocks stay gathered for their backward pass: fewer calls, more memory")
 
@@ -474,11 +470,9 @@ class Config:
     device: str = device()
     memory_budget_gib: float | None = option(None, "GiB of the GPU to use, as a smaller card has; null: all", minimum=0)
     init_from: str | None = option(
-        None, "weights of a run, a checkpoint or a Hugging Face model of FLA; null: random", path="read"
+        None, "weights of a run, checkpoint or model in FLA's format; null: random", path="read"
     )
-    continue_from: str | None = option(
-        None, "weights and optimizer state of a run or checkpoint; null: none", path="read"
-    )
+    continue_from: str | None = option(None, "weights and optimizer state of a run or checkpoint", path="read")
     dry_run: bool = option(False, "true: only print the expected parameters, memory and time")
     gpu: str | None = gpu()
     gpu_price: float | None = option(None, "of an hour of one GPU, for the forecast, in any currency", minimum=0)
@@ -617,9 +611,7 @@ class GenerateConfig:
     n_samples: int = option(1, "samples from the same prompt", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the most probable token, always", minimum=0)
     top_k: int | None = option(None, "sample from this many most probable tokens; null: from all", minimum=1)
-    top_p: float | None = option(
-        None, "sample from the fewest tokens of this probability; null: all", minimum=0, maximum=1
-    )
+    top_p: float | None = option(None, "sample from the fewest tokens of this probability", minimum=0, maximum=1)
     seed: int = option(0, "the same seed gives the same samples on the same machine", minimum=0)
     use_state: bool = option(True, "true: keep the state (or keys and values); false: read all tokens again each time")
     device: str = device()
