@@ -199,7 +199,9 @@ def _set(composed: "DictConfig", override: str) -> None:
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         words = {int: "a whole number", float: "a number", bool: "true or false"}
         if get_origin(kind) is list and not isinstance(value, list):
-            raise ConfigError(f"{override}: {key} is a list", f"put it in brackets: {key}=[{value}]") from error
+            raise ConfigError(
+                f"{override}: {key} is a list", f"put it in brackets: {key}=[{override.partition('=')[2]}]"
+            ) from error
         if kind in words:
             raise ConfigError(f"{override} is not {words[kind]}", f"give {key} {words[kind]}") from error
         raise ConfigError(f"{override}: {first_line(error)}", "give it what --help describes") from error

@@ -209,7 +209,7 @@ def markdown(b: dict[str, Any]) -> str:
         f"optimizer {run['optimizer']}",
         "",
     ]
-    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b), *_flops_lines(b)]) + "\n"
+    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b)]) + "\n"
 
 
 def _memory_lines(b: dict[str, Any]) -> list[str]:
@@ -272,22 +272,6 @@ def _time_lines(b: dict[str, Any]) -> list[str]:
         "close to the whole step, the parts hold gaps in which the device waits.",
         "",
     ]
-
-
-def _flops_lines(b: dict[str, Any]) -> list[str]:
-    of_parts = b["flops"] or {}
-    total = sum(sum(row.values()) for row in of_parts.values())
-    rows = [
-        (name, *(f"{flops[pass_]:.3e}" for pass_ in PASSES), f"{sum(flops.values()) / total:.1%}")
-        for name, flops in of_parts.items()
-        if name != "optimizer"
-    ]
-    if update := of_parts.get("optimizer", {}).get("update"):
-        rows.append((f"optimizer: {update:.3e}", "", "", "", f"{update / total:.1%}"))
-    if b["flops"] is None:
-        rows.append(("unknown: no formulas for this model or loss", "", "", "", ""))
-    columns = ("FLOPs of a step that the kernels compute", "forward", "backward", "computed again", "share")
-    return [*Table(columns, rows, words=columns[:1]).markdown(), ""]
 
 
 def _digits(value: float) -> str:
