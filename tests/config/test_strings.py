@@ -230,3 +230,21 @@ def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
         load_config(["sweep=broken"], "run_sweep")
     assert cause in error.value.cause
     assert "configs/sweep/broken.yaml" in error.value.cause or "sweep.overrides" in cause
+
+
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        ("mve", "configs/experiment/mine.yaml: defaults: mve: this chooses no option"),
+        ("override /size: mvee", "size=mvee: there is no such size"),
+        ("override /sise: mve", "configs/experiment/mine.yaml: defaults: sise: there is no such group"),
+    ],
+)
+def test_an_experiment_chooses_nothing_in_silence(entry, cause, tmp_path, monkeypatch):
+    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
+    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
+    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(f"# Mine.\ndefaults:\n  - {entry}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(["experiment=mine"])
+    assert error.value.cause == cause
+    assert error.value.remedy

@@ -83,9 +83,19 @@ def menu_of(config_name: str = "train") -> dict[str, str | None]:
 
 @functools.lru_cache(maxsize=64)
 def options_in(path: Path) -> dict[str, str | None]:
-    """The options that the defaults list of a YAML file chooses, by group."""
+    """The options that the defaults list of a YAML file chooses, by group.
+
+    Raises:
+        ConfigError: an entry of the list chooses no option, as another file's name does.
+    """
     entries = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []) if path.exists() else []
-    return {key.split("/")[-1]: option for one in entries if isinstance(one, dict) for key, option in one.items()}
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"configs/{path.parent.name}/{path.name}: defaults: {entry}: this chooses no option",
+                "write `override /model: gla`, and copy the values of another file",
+            )
+    return {key.split("/")[-1]: option for one in entries for key, option in one.items()}
 
 
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
@@ -146,9 +156,17 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> "
 
     given = dict(option.split("=") for option in options)
     experiment = config_dir / "experiment" / f"{given.pop('experiment', None)}.yaml"
+    menu = menu_of(config_name)
+    for group, option in options_in(experiment).items():
+        if group not in menu:
+            raise ConfigError(
+                f"configs/experiment/{experiment.name}: defaults: {group}: there is no such group",
+                f"nearest: {', '.join(nearest(group, list(menu)))}",
+            )
+        check_option(group, str(option), menu)
     config: Any = OmegaConf.structured(COMMANDS[config_name])
     files = {}
-    for group, option in {**menu_of(config_name), **options_in(experiment), **given}.items():
+    for group, option in {**menu, **options_in(experiment), **given}.items():
         if option is not None:
             config[group] = OmegaConf.structured(defaults_of_option(group, option))
             files[config_dir / group / f"{option}.yaml"] = group
