@@ -75,14 +75,10 @@ class DeferredLogits:
             raise LogitsNeeded("takes a second tanh of its logits")
         return DeferredLogits(self.hidden, self.head, self.times, self.over, True)
 
-    def float(self) -> DeferredLogits:  # the loss computes in fp32 anyway
+    def _same(self, *_: Any, **__: Any) -> DeferredLogits:
         return self
 
-    def to(self, *_: Any, **__: Any) -> DeferredLogits:
-        return self
-
-    def contiguous(self) -> DeferredLogits:
-        return self
+    float = to = contiguous = _same  # the loss computes in fp32 anyway
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -162,6 +162,8 @@ def _exact(key: list[Any], args: tuple) -> tuple:
 
 def kind_of(x: Any, plain: bool) -> Any:
     """The part of an argument that Triton specialises on; plain: not on an integer's value, only on its width."""
+    if x is None:
+        return x
     if type(x) is int:
         narrow = -(2**31) <= x < 2**31
         return narrow if plain else (narrow, x == 1, x % 16 == 0)
