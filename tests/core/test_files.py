@@ -17,7 +17,6 @@ INTO_NEW_DIRECTORIES = {
     "core/checksums.py",
     "data/prepare.py",
     "data/tokenizer.py",
-    "experiments/launching.py",
     "inference/export.py",
     "training/checkpoint.py",
 }
