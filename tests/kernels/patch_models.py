@@ -65,7 +65,8 @@ def build_fla(name: str, **options: Any) -> Any:
     shared = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
     # FLA's own fused losses are Triton kernels.
     config = getattr(models, f"{name}Config")(**{**shared, "fuse_cross_entropy": False, **MIXERS[name], **options})
-    kind = with_sdpa(getattr(models, f"{name}ForCausalLM"))
+    kind = getattr(models, f"{name}ForCausalLM")
+    kind = with_sdpa(kind) if name == "Transformer" else kind  # a class of linrnn's, which cannot be pickled
     return initialised(lambda: kind(config))
 
 
