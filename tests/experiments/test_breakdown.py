@@ -39,19 +39,14 @@ def test_the_loss_keeps_log_probabilities_and_its_hidden_states(small):
     assert log_probabilities + hidden <= saved <= 2 * log_probabilities + hidden + 16 * N
 
 
-def test_with_checkpointing_the_blocks_keep_their_inputs_alone(small):
-    saved = saved_bytes(small, "model=gla", "trainer.activation_checkpointing=full")
-    assert saved.get("mixer", 0) == saved.get("mlp", 0) == 0
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_with_checkpointing_the_blocks_keep_their_inputs_and_selectively_results_of_linear_layers(small, checkpointing):
+    override = f"trainer.activation_checkpointing={checkpointing}"
+    saved, kept = saved_bytes(small, "model=transformer", override), checkpointing == "selective"
+    width = trainer(small, "model=transformer").architecture.intermediate_size
     assert saved["other"] == LAYERS * 4 * N * D
-    assert saved_bytes(small, "model=gla")["mixer"] > 10 * 4 * N * D
-
-
-def test_with_selective_checkpointing_the_blocks_also_keep_the_results_of_linear_layers(small):
-    saved = saved_bytes(small, "model=transformer", "trainer.activation_checkpointing=selective")
-    run = trainer(small, "model=transformer")
-    assert saved["other"] == LAYERS * 4 * N * D
-    assert saved["mixer"] == LAYERS * 4 * N * 4 * D
-    assert saved["mlp"] == LAYERS * 4 * N * (2 * run.architecture.intermediate_size + D)
+    assert saved.get("mixer", 0) == kept * LAYERS * 4 * N * 4 * D
+    assert saved.get("mlp", 0) == kept * LAYERS * 4 * N * (2 * width + D)
 
 
 def test_under_autocast_copies_of_the_weights_are_told_apart(small):
