@@ -174,13 +174,13 @@ class View:
     """A model with another head and loss, for one call of its forward.
 
     Attributes read through to the model. Methods run with the view as `self`. Nothing is written to the model, so that
-    threads and copies do not see the view.
+    threads and copies do not see the view. `lost` says whether the forward has asked for its loss.
     """
 
     def __init__(self, model: Any, options: dict[str, Any]) -> None:
         """options: those of `linear_cross_entropy` that the model does not know of."""
         self._model, self._options, self._head = model, options, model.get_output_embeddings()
-        self._deferred = DeferredHead(self._head)
+        self._deferred, self.lost = DeferredHead(self._head), False
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._model, name)
@@ -199,4 +199,5 @@ class View:
         """In place of transformers' `ForCausalLMLoss`."""
         if not isinstance(logits, DeferredLogits):
             raise LogitsNeeded("computes its logits elsewhere than in its head")
+        self.lost = True
         return logits.loss(labels, shift_labels, ignore_index, num_items_in_batch, self._options)

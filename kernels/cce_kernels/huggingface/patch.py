@@ -187,6 +187,8 @@ def _patched_class(kind: Any) -> Any:
         output = original(view, *args, **kwargs)
         if not isinstance(output.get("logits"), DeferredLogits):
             raise LogitsNeeded("returns other logits than those of its loss")
+        if not (of_fla(kind) or view.lost):
+            raise LogitsNeeded("computes no loss from its head's logits")
         predictions = None
         # Not in nn.DataParallel's replicas, which cannot gather NO_PREDICTIONS.
         if not (self.training or torch.is_grad_enabled() or getattr(self, "_is_replica", False)):

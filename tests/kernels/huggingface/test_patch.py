@@ -439,6 +439,12 @@ class Super(transformers.LlamaForCausalLM):
         return super().forward(*args, **call)
 
 
+class NoLoss(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **call):
+        hidden = self.model(input_ids, **call)[0]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(hidden.mean(), self.lm_head(hidden))
+
+
 def changing(change):
     """A model whose forward changes its logits; the class is named Changing."""
 
@@ -470,6 +476,7 @@ def build_t5():
         (changing(masked), r"model: its forward changes a part of its"),
         (changing(lambda logits: 1 + logits), r"model: its forward adds to its logits"),
         (lambda: Super(build_hf("Llama").config), r"Super is not supported: its forward calls super\(\)"),
+        (lambda: NoLoss(build_hf("Llama").config), r"model: its forward computes no loss from its head's logits"),
         (lambda: build_hf("Bert", kind="BertLMHeadModel", is_decoder=True), r"computes its logits elsewhere than"),
         (build_t5, r"uses .view of its logits"),
     ],
