@@ -1,4 +1,4 @@
-"""The typed configuration: its types and bounds, its composition with Hydra, the command line, and names of runs."""
+"""The typed configuration: its types and bounds, its composition, the command line, and names of runs."""
 
 from linrnn.config.compose import CONFIG_DIR, data_for, load_config, nearest, overrides_of, read_config, to_yaml
 from linrnn.config.naming import identity, run_name, settings

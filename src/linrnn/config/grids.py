@@ -29,7 +29,7 @@ def sweep_points(sweep: SweepConfig, overrides: Sequence[str]) -> list[list[str]
     chosen = dict(map(_values, overrides))
     shared = [override for override in sweep.overrides if override.split("=", 1)[0] not in chosen]
     if chosen.get("experiment") == ["experiment=null"]:
-        del chosen["experiment"]  # the sweep's own is dropped above; Hydra has no override that means "none"
+        del chosen["experiment"]  # the sweep's own is dropped above
     points: dict[tuple[str, ...], None] = {}
     for grid in sweep.grids:
         own = {key: [written(key, value) for value in values] for key, values in grid.items()}

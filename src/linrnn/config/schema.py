@@ -619,7 +619,7 @@ class GenerateConfig:
 
 @dataclass
 class ReportConfig:
-    """`python scripts/report.py group=mve`: what a group's runs say, in a few sentences, tables and plots.
+    """`python scripts/report.py group=mve`: what a group's runs say, in tables and plots.
 
     It reads the group's runs below results_dir. Without runs it reads the committed report of that name. It writes
     report.md, the plots, and report.html: one page for a browser that needs no other file. Targets in the sweep's file
@@ -627,7 +627,7 @@ class ReportConfig:
     """
 
     group: str | None = option(None, "the group; or:", pattern=PLAIN_NAME)
-    summary: str | None = option(None, "directory of a committed report (with runs.json), anywhere", path="read")
+    summary: str | None = option(None, "directory of a committed report (with runs.json.xz), anywhere", path="read")
     results_dir: str = option("results", "directory of all groups; its folder summaries holds the reports", path="read")
     output_dir: str | None = option(
         None, "null: <results_dir>/summaries/<group>, or a committed report's own", path="written"

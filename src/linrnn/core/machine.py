@@ -77,7 +77,7 @@ def wait_asleep_if_busy() -> None:
 
 
 def busy_with_others(threads: int) -> str | None:
-    """A line if other processes take this machine's cores from the `threads` of this one , by the load of a minute."""
+    """A line if other processes take this machine's cores from the `threads` of this one, by the load of a minute."""
     load, there = os.getloadavg()[0], os.cpu_count() or 1
     if load < 1.2 * there or load < threads + 0.7:
         return None

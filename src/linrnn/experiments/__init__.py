@@ -1,2 +1,2 @@
-"""Experiments of many runs: sweeps, the largest batch, the breakdown of memory and time; and the dry run, tuning, the
-doctor, and recurrences compared with plain torch."""
+"""Experiments of many runs: sweeps, the largest batch, the breakdown of memory and time; and the dry run, tuning and
+the doctor."""

@@ -42,7 +42,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
     """Measure training steps by component, beside the formulas. In bytes, seconds and FLOPs; None: not measured.
 
     After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
-    step measures the memory without a output layer.
+    step measures the memory without an output layer.
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.

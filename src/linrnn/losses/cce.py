@@ -237,8 +237,8 @@ class CceFilter(CceKahan):
 
     A step is exact where the filter would not be faster, unless `filter_if_faster` is false. The log then says so.
 
-    Its statistics are the shares of kept entries and of exact rows, and the mean, 99th percentile and maximum of a
-    row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
+    Its statistics are the share of kept entries, whether the call was exact (1 or 0), and the mean, 99th percentile and
+    maximum of a row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
     """
 
     config: CceFilterLossConfig
