@@ -83,7 +83,7 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
         _judge(points, print)
     assert failure.value.exit_code == 8
     logs = points[0].log.parent
-    assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs failed points again"
+    assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs them again"
 
 
 def test_running_again_runs_only_what_has_no_answer(make_points):

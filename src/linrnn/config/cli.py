@@ -173,7 +173,7 @@ def _limit(error: Exception) -> LinrnnError | None:
         return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
-        return StorageError(what, "free space or choose another directory (results_dir=…, data.cache_dir=…)")
+        return StorageError(what, "free space or write elsewhere (results_dir=…, data.cache_dir=…, output=…)")
     if ran_out_of_memory(error):
         return out_of_memory(
             f"out of memory: {first_line(error)}", "use a smaller batch, a smaller model or fewer tokens"

@@ -388,8 +388,9 @@ def _judge(points: Sequence[Point], say: Say) -> None:
         logs = [point.log for point in points if point.label in failed]
         folders = ", ".join(sorted({str(log.parent / "*.log") for log in logs}))
         where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {folders}"
+        diverged = {*failed.values()} == {"diverged"}
         raise SweepFailure(
             f"{len(failed)} of {len(points)} points did not finish: {', '.join(words)}",
-            f"the {where}; the same command runs failed points again",
-            DivergedError.exit_code if {*failed.values()} == {"diverged"} else SweepFailure.exit_code,
+            f"the {where}; the same command{' with retry=true' * diverged} runs them again",
+            DivergedError.exit_code if diverged else SweepFailure.exit_code,
         )

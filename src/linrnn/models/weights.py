@@ -153,7 +153,7 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
         overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
     if differing:
         cause = f"init_from={source}: the dimensions differ from size={here.size}"
-        raise ConfigError(cause, f"add {' '.join(overrides)}")
+        raise ConfigError(cause, f"use {' '.join(overrides)}")
 
 
 def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:

@@ -202,10 +202,11 @@ def opening(runs: Sequence[Run]) -> list[str]:
     devices = {str(run.summary["device"]) for run in runs if run.summary.get("device")}
     found = Counter(run.summary["status"].replace("_", " ") for run in runs)
     ended = ", ".join(f"{count} {status}" for status, count in found.items())
+    began = [run for run in runs if run.summary["status"] != "unsupported"] or runs  # others have no setting
     values: dict[str, Sequence[Any]] = {
         "loss": backend_names([run.summary for run in runs]),
         "seed": [run.summary["seed"] for run in runs],
-        **dict(zip(SETTING, zip(*(run.setting for run in runs), strict=True), strict=True)),
+        **dict(zip(SETTING, zip(*(run.setting for run in began), strict=True), strict=True)),
     }
     differing = {key: list(dict.fromkeys(own)) for key, own in values.items() if key not in FOLLOWING}
     words = [

@@ -13,6 +13,7 @@ from linrnn.core.machine import GIB
 
 WALL_CLOCK = "wall clock"  # tokens_per_second_is
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
+UNEVEN = 0.1
 HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
 
 
@@ -60,6 +61,14 @@ def waits_between_steps(summary: Mapping[str, Any]) -> bool:
 def host_decides(summary: Mapping[str, Any]) -> bool:
     """Whether a GPU waits between steps for so much of a run's wall-clock time."""
     return waits_between_steps(summary) and not on_cpu(summary)
+
+
+def uneven_steps(summary: Mapping[str, Any]) -> str | None:
+    """Says that a run's mean step is off its median step by more than UNEVEN; None if it is not, or not measured."""
+    median, host, wall = (summary.get(key) for key in ("step_time_ms_median", "host_step_ms", "wall_step_ms"))
+    if not median or host is None or wall is None or abs((ratio := (wall - host) / median) - 1) <= UNEVEN:
+        return None
+    return f"the mean step, which tokens/s follow from, takes {ratio:.2f} times the median, as beside a busy process"
 
 
 def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:

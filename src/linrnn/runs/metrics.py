@@ -38,8 +38,6 @@ METRICS: dict[str, str] = {
     "memory/loss_forward_gib": "most that the output layer's forward adds to that, GiB",
     "memory/loss_backward_gib": "most that the output layer's backward adds to that, GiB",
     "memory/resident_peak_gib": "most memory the process held at once (CPU), GiB",
-    "batch/max_sequences": "largest batch under the memory budget, sequences; 0: not even one",
-    "batch/probe_sequences": "batch of a probe, sequences",
     "valid/loss_nats": "mean cross-entropy of the validation tokens, nats per token",
     "valid/perplexity": "exp(valid/loss_nats)",
     "valid/bits_per_byte": "cross-entropy of these tokens in bits per byte of the text that they stand for",

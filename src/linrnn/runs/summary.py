@@ -17,7 +17,7 @@ from linrnn.core.output import PROGRAM, as_started, python
 from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import typed_command
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 WIDTH = 13  # of the names of printed figures
@@ -156,14 +156,14 @@ def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon:
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
     """The printed summary: figures, files, and the next commands."""
     checkpoints = config.trainer.checkpoint_every != 0
-    picture = f", {PICTURE}" if (directory / PICTURE).exists() else ""
+    figures = "".join(f"{name}, " for name in (SUMMARY, PICTURE) if (directory / name).exists())
     return [
         "",
         f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}:",
         *(f"  {key:<{WIDTH}}  {value}" for key, value in _figures(summary).items()),
         "",
         f"wrote {directory}/",
-        f"  {SUMMARY}{picture}, {METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
+        f"  {figures}{METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
         *(map(as_started, _next_commands(config, directory, checkpoints)) if summary["status"] == "finished" else []),
     ]
 
@@ -195,6 +195,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         "between steps": f"{between} from step to step, for data, metrics and the console"
         if between and on_cpu(s)
         else "",
+        "uneven steps": uneven_steps(s) or "",
         "peak memory": f"{size_in_words(s['peak_memory_bytes'])} ({s['peak_memory_is']})"
         if s["peak_memory_bytes"]
         else "",
