@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.problems import without_tf32
 from linrnn.config.schema import Config
 from linrnn.core.errors import UnsupportedError
 from linrnn.core.tables import Table
@@ -23,7 +24,7 @@ from linrnn.models.architecture import resolve
 from linrnn.models.facts import facts_of
 from linrnn.models.fla_import import calling, import_fla
 from linrnn.models.shared_projection import bound
-from linrnn.training.runtime import device_name, without_tf32
+from linrnn.training.runtime import device_name
 
 N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
 # Largest relative error that rounding to bf16 explains. On Hopper GPUs it was up to 0.012 (results/log/2026-11-28.md).
