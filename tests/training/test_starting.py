@@ -126,7 +126,7 @@ def test_weights_of_other_dimensions_are_refused_and_the_overrides_named_make_th
     with pytest.raises(ConfigError, match="the dimensions differ from size=smoke") as error:
         Trainer(load_config(other))
     assert not (tmp_path / "results/other").exists()
-    remedy = error.value.remedy.removeprefix("add ").split()
+    remedy = error.value.remedy.removeprefix("use ").split()
     assert Trainer(load_config([*other, *remedy])).architecture.num_layers == 2
 
 
