@@ -86,9 +86,16 @@ def options_in(path: Path) -> dict[str, str | None]:
     """The options that the defaults list of a YAML file chooses, by group.
 
     Raises:
-        ConfigError: an entry of the list chooses no option, as another file's name does.
+        ConfigError: the file holds no keys, or an entry of the list chooses no option, as another file's name does.
     """
-    entries = yaml.safe_load(path.read_text(encoding="utf-8")).get("defaults", []) if path.exists() else []
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        what = f"configs/{path.parent.name}/{path.name}: {' '.join(str(error).split())}"
+        raise ConfigError(what, "correct that line or the one before") from error
+    if not isinstance(found, dict | None):
+        raise ConfigError(f"configs/{path.parent.name}/{path.name} holds no keys", "write lines as key: value")
+    entries = (found or {}).get("defaults") or []
     for entry in entries:
         if not isinstance(entry, dict):
             raise ConfigError(
