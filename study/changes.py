@@ -20,7 +20,7 @@ SHARED = "shared_projection_rank="
 def changes_of_loss(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts on the final and the validation loss of every run that has another without its change beside it."""
     names = {run.name: name for run, name in named(runs)}
-    usable = [run for run in runs if run.finished and not run.mixture and learnt(run, run)]
+    usable = [run for run in runs if run.finished and learnt(run, run)]
     bases = {(*_course(run), names[run.name]): run for run in usable if not _change(run)}
     pairs: dict[tuple[str, str, str, str], list[tuple[Run, Run]]] = {}
     for run in usable:

@@ -353,7 +353,7 @@ def training_losses() -> Rows:
 def seeds() -> Rows:
     """The final training loss minus torch.compile's of the same seed, for each seed."""
     for group, words in FOLDERS["training"].items():
-        runs = [run.summary for run in runs_of(group) if run.finished and not run.mixture]
+        runs = [run.summary for run in runs_of(group) if run.finished]
         bases = {run["seed"]: run["train_loss_nats"] for run in runs if run["loss"] == BASELINE}
         found: dict[str, dict[int, float]] = {}
         for run in runs:

@@ -55,7 +55,7 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "command": "python train.py experiment=mve",
         **more,
     }
-    return Run(summary, HERE, {LOSS: [(step, nats + 1 / step) for step in range(1, 41)]})
+    return Run(summary, [HERE], {LOSS: [(step, nats + 1 / step) for step in range(1, 41)]})
 
 
 def only(found: Sequence[Verdict], target: Target, backend: str, against: str | None) -> Verdict:

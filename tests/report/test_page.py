@@ -13,12 +13,11 @@ from made_up_runs import FIVE_SEEDS, HERE, answer, five, run
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
-from linrnn.report.page import inline
 from linrnn.report.runs import COMMITTED, Run, read_committed, read_max_batches
 from linrnn.report.tables import of_verdicts
 from linrnn.report.targets import judge, parse_target, store_targets
 from linrnn.report.verdicts import baseline_of
-from linrnn.report.write import Inputs, make_report, opening, write_report
+from linrnn.report.write import make_report, opening, write_report
 
 MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
 LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}
@@ -52,7 +51,7 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag in VOID or self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if {"td", "th"} & set(self.open):
@@ -67,7 +66,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("report")
     times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}}
     runs = [one for loss in ("compiled", "cce_kahan", "liger") for one in five(loss, **times)]
-    return write_report(runs, directory, "g", Inputs([MEMORY]))[1]
+    return write_report(runs, directory, "g", [MEMORY])[1]
 
 
 def write_runs(group: Path, runs: list[Run]) -> None:
@@ -101,8 +100,8 @@ def test_runs_are_judged_by_the_targets_of_their_sweep_and_by_no_others(tmp_path
     plain, _, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
     assert not [word for word in ("reached", "target", "Targets") if word in plain.read_text()]
     store_targets([LOSS, {"metric": "peak_memory_bytes", "at_most": 0.5, "of": "compiled"}], group)
-    for source in ("group=g", f"summary={tmp_path / 'summaries' / 'g'}"):
-        asked, *_ = make_report(load_config([source, f"results_dir={tmp_path}"], "report"))
+    for _ in ("runs", "rows"):
+        asked, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
         text = asked.read_text()
         assert "| **reached** | validation loss, difference, nats | +0.0040 | +0.0040 to +0.0040 | 5 |" in text
         assert (
@@ -146,7 +145,7 @@ CODE = {"linrnn": "a" * 12, "cce_kernels": "b" * 12}
 
 def made(loss: str, code: dict[str, str] | None = None, commit: str = "c" * 40, **more: Any) -> list[Run]:
     environment = {**HERE, "code": CODE | (code or {}), "git": {"commit": commit, "dirty": False}}
-    return [replace(one, environment=environment) for one in five(loss, **more)]
+    return [replace(one, environments=[environment]) for one in five(loss, **more)]
 
 
 @pytest.mark.usefixtures("text_alone")
@@ -175,7 +174,7 @@ def test_runs_of_other_code_are_named_in_one_line(tmp_path, capsys):
 def test_a_report_is_made_again_from_its_rows_alone(tmp_path, capsys):
     summary, runs = tmp_path / "summaries" / "pair", [run("compiled"), run("cce_kahan", gib=5)]
     stranger = {**answer("compiled", 3, 10), "size": "1b3"}
-    write_report(runs, summary, "pair", Inputs(max_batches=[answer("compiled", 12, 1000), stranger]))
+    write_report(runs, summary, "pair", max_batches=[answer("compiled", 12, 1000), stranger])
     assert [entry["max_sequences"] for entry in read_max_batches(summary)] == [12], "of the runs' sizes alone"
     before = {name: (summary / name).read_bytes() for name in ("report.md", COMMITTED)}
     (summary / "report.md").unlink()
@@ -183,9 +182,6 @@ def test_a_report_is_made_again_from_its_rows_alone(tmp_path, capsys):
     assert f"read 2 committed runs of {summary}" in capsys.readouterr().out
     assert paths[0] == summary / "report.md"
     assert {name: (summary / name).read_bytes() for name in before} == before
-    for wrong, cause in (([], "neither"), (["group=g", f"summary={summary}"], "are both named")):
-        with pytest.raises(ConfigError, match=cause):
-            make_report(load_config(wrong, "report"))
 
 
 @pytest.mark.usefixtures("text_alone")
@@ -213,9 +209,9 @@ def test_the_plots_are_those_that_the_runs_allow(tmp_path):
     chunks = [run("cce_kahan", seed=1, chunk_size=c, **times) for c in (64, 128)]
     for number, (runs, expected) in enumerate(
         (
-            (lengths, {"speed_by_seq_len.png"}),
-            (chunks, {"speed_by_chunk_size.png", "memory.png"}),
-            (FIVE_SEEDS, {"overview.png", "loss_curves.png", "pareto.png", "memory.png"}),
+            (lengths, set()),
+            (chunks, {"memory.png"}),
+            (FIVE_SEEDS, {"loss_curves.png", "pareto.png", "memory.png"}),
         )
     ):
         paths = write_report(runs, tmp_path / str(number), "g")
@@ -230,23 +226,19 @@ def test_the_page_needs_no_other_file_and_no_network(page):
     for tag, name, value in read.attributes:
         if name in ("src", "srcset", "data", "action", "poster"):
             assert value.startswith("data:image/png;base64,"), (tag, name)
-        if name == "href":
-            assert value.startswith("#")
+        assert name != "href"
     style, [policy] = "".join(read.texts["style"]), [v for _, n, v in read.attributes if n == "content" and "src" in v]
     assert "url(" not in style
     assert "@import" not in style
     assert "default-src 'none'" in policy, "the browser refuses every request as well"
     pictures = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
     assert len(pictures) == len(list(page.parent.glob("*.png"))) > 0
-    anchors = [value for _, name, value in read.attributes if name == "id"]
-    assert len(set(anchors)) == len(anchors)
-    assert {value[1:] for _, name, value in read.attributes if name == "href"} <= set(anchors)
 
 
 @pytest.mark.usefixtures("text_alone")
 def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path):
     hostile = run("compiled", command="python train.py a='<script>alert(1)</script>' & b")
-    text = write_report([hostile], tmp_path, "<i>", Inputs(source="<b>", again="<u>"))[1].read_text()
+    text = write_report([hostile], tmp_path, "<i>")[1].read_text()
     assert len(re.findall("<script>", text)) == 1
-    assert not re.findall("<[ibu]>", text)
-    assert str(inline("**a** <b> `c`")) == "<strong>a</strong> &lt;b&gt; <code>c</code>"
+    assert "<i>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text

@@ -96,7 +96,7 @@ def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond(tm
     """Not the times of a run that shared its GPU: an earlier process of it may have had its own."""
     curves = {LOSS: [(4, 1 / 3), (8, float(np.float32(2 / 3)))], "loss/share": [(8, float(np.float32(0.1)))]}
     timed = {**curves, "wall_step_ms": [(8, 1.23456789)]}
-    write_committed([Run({"run_name": name, "gpu_shared": name == "b"}, {}, timed) for name in "ab"], tmp_path)
+    write_committed([Run({"run_name": name, "gpu_shared": name == "b"}, [], timed) for name in "ab"], tmp_path)
     alone, shared = read_committed(tmp_path)
     assert alone.curves == {**curves, "wall_step_ms": [(8, 1.2346)]}
     assert shared.curves == curves

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from made_up_runs import BLOCKS, ELSEWHERE, FIVE_SEEDS, FLOAT8, GIB, HERE, answer, five, only, run, trained
 
-from linrnn.report import plots
 from linrnn.report.curves import largest_difference
-from linrnn.report.runs import LOSS, Run, backend_names, read_committed, read_runs, write_committed
+from linrnn.report.runs import LOSS, Run, backend_names, origin_warning, read_committed, read_runs, write_committed
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.write import write_report
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
@@ -337,12 +336,12 @@ def test_runs_on_shared_gpus_decide_losses_and_memory_and_no_times(tmp_path):
 
 def test_committed_runs_read_back(tmp_path):
     curves = {LOSS: [(step, 1 / step) for step in range(1, 2404)], "valid/perplexity": [(9, 2.5)]}
-    long = Run(run("compiled").summary, HERE, curves)
+    long = Run(run("compiled").summary, [HERE], curves)
     filtered = {LOSS: [(960, 0.5)], "loss/dropped_mass_mean": [(960, 1 / 3)]}
-    killed = Run(run("standard").summary, HERE, filtered, mixture=("gpus",))
-    idle = Run(run("liger").summary, ELSEWHERE)
-    write_committed([long, killed, idle], tmp_path)
-    assert read_committed(tmp_path) == [long, killed, idle], "to the last bit"
+    continued = Run(run("standard").summary, [HERE, ELSEWHERE], filtered)
+    idle = Run(run("liger").summary, [ELSEWHERE])
+    write_committed([long, continued, idle], tmp_path)
+    assert read_committed(tmp_path) == [long, continued, idle], "to the last bit"
 
 
 def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged():
@@ -358,7 +357,7 @@ def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged():
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path):
+def test_a_run_of_two_origins_is_named(tmp_path):
     group = tmp_path / "results" / "g"
     for one in [run("compiled"), run("cce_kahan", gib=1, speed=9000)]:
         directory = group / one.name
@@ -371,13 +370,13 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path):
         ]
         (directory / "environment.json").write_text(json.dumps({"processes": processes}))
     runs = read_runs(group)
-    assert {one.summary["loss"]: one.mixture for one in runs} == {"cce_kahan": ("device",), "compiled": ()}
+    assert {one.summary["loss"]: len(one.environments) for one in runs} == {"cce_kahan": 2, "compiled": 1}
     for of_runs in (runs, read_committed(write_report(runs, tmp_path / "report", "g")[0].parent)):
-        assert not [v for v in judged(of_runs) if v.value is not None and v.backend == "cce_kahan"]
-        assert [one.mixture for one in of_runs] == [("device",), ()]
-    text = (tmp_path / "report" / "report.md").read_text()
-    assert "**gla-cce_kahan-8-s0 is a mixture: its processes differ in device; no result counts it**" in text
-    assert "| finished, a mixture |" in text
+        assert origin_warning(of_runs) == (
+            "the runs differ in device. A (commit aaaaaaaaa): gla-cce_kahan-8-s0, gla-compiled-8-s0; "
+            "B (commit aaaaaaaaa): gla-cce_kahan-8-s0"
+        )
+    assert "**Warning**: the runs differ in device." in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.usefixtures("text_alone")
@@ -392,5 +391,3 @@ def test_runs_of_two_horizons_are_never_compared(tmp_path):
     assert "| seed | steps | status |" in text
     assert "| 0 | 60 of 120 | finished |" in text
     assert "| 3,000 | - |" in text, "no ratio to a run of another horizon"
-    batches = [of("compiled", 60), of("compiled", 30, batch_size=16, steps=30)]
-    assert plots.varies(batches, "batch_size"), "fewer steps, because the batch is larger: one family"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import DataError
-from linrnn.runs.origins import differing, read_origin, read_processes, settled
+from linrnn.runs.origins import differing, origins_of, read_processes, settled
 
 
 def process(from_step: int, to_step: int | None) -> dict[str, Any]:
@@ -104,9 +104,10 @@ def test_other_kernels_contradict_nothing(other):
     assert differing([]) == differing([other]) == []
 
 
-def test_a_run_whose_processes_chose_kernels_differently_is_a_mixture():
-    first = {**environment(norm="BT=16"), "from_step": 0, "to_step": 30}
-    second = {**environment(norm="BT=32"), "from_step": 30, "to_step": 60}
-    assert read_origin({"processes": [first, second]})[1] == ("kernel_choices",)
-    assert read_origin({"processes": [first, {**second, "to_step": 30}]})[1] == ()
-    assert read_origin({"processes": [first]})[0] == environment(norm="BT=16")
+def test_a_run_has_an_origin_for_each_way_in_which_its_processes_computed():
+    first, other = environment(norm="BT=16"), environment(norm="BT=32")
+    processes = [{**first, "from_step": 0, "to_step": 30}, {**other, "from_step": 30, "to_step": 60}]
+    assert origins_of(processes) == [first, other]
+    assert origins_of([processes[0], {**processes[1], "to_step": 30}]) == [first], "the second trained no step"
+    assert origins_of([{**first, "from_step": 0, "to_step": 0}]) == [first]
+    assert origins_of([]) == []

@@ -626,12 +626,9 @@ class ReportConfig:
     (docs/sweeps.md) are answered: reached, not reached or inconclusive.
     """
 
-    group: str | None = option(None, "the group; or:", pattern=PLAIN_NAME)
-    summary: str | None = option(None, "directory of a committed report (with runs.json.xz), anywhere", path="read")
+    group: str = option("default", "the group", pattern=PLAIN_NAME)
     results_dir: str = option("results", "directory of all groups; its folder summaries holds the reports", path="read")
-    output_dir: str | None = option(
-        None, "null: <results_dir>/summaries/<group>, or a committed report's own", path="written"
-    )
+    output_dir: str | None = option(None, "null: <results_dir>/summaries/<group>", path="written")
     max_batch_group: str = option("max_batch", "further answers of scripts/find_max_batch.py", pattern=PLAIN_NAME)
 
 

@@ -89,62 +89,37 @@ class Metric:
 
 
 # ----------------------------------------------------------------------------------------------- two runs of one seed
-@dataclass(frozen=True)
-class Compared:
-    """A run beside the baseline's run of the same seed: their ratio or difference.
-
-    Attributes:
-        doubt: a reason why the value decides nothing; empty if there is none.
-        note: what else a reader must know.
-    """
-
-    value: float
-    doubt: str = ""
-    note: str = ""
+Compare = Callable[[Run, Run], Sample | None]  # a run beside the baseline's run of the same seed
 
 
-Compare = Callable[[Run, Run], Compared | None]
-
-
-def speed_ratio(run: Run, base: Run) -> Compared | None:
+def speed_ratio(run: Run, base: Run) -> Sample | None:
     """Ratio of tokens/s of two GPU runs; None if one is too short, or their clocks differ."""
     value, other = (one.summary.get("tokens_per_second") for one in (run, base))
     clock, same_clock = (by_wall_clock(one.summary) for one in (run, base))
     if not value or not other or not timed(run, base) or clock != same_clock:
         return None
-    return Compared(
-        value / other,
-        doubt="" if clock else DEVICE_TIME,
-        note="CPU-bound" if host_decides(run.summary) or host_decides(base.summary) else "",
-    )
+    cpu_bound = host_decides(run.summary) or host_decides(base.summary)
+    return Sample([value / other], ["CPU-bound"] * cpu_bound, [] if clock else [DEVICE_TIME])
 
 
-def _memory_ratio(run: Run, base: Run) -> Compared | None:
+def _memory_ratio(run: Run, base: Run) -> Sample | None:
     """Ratio of the peaks allocated on the GPU. None on a CPU, where a process holds more than the step."""
     value, other = ((one.summary.get("memory_bytes") or {}).get("peak") for one in (run, base))
-    return Compared(value / other) if value is not None and other else None
+    return Sample([value / other]) if value is not None and other else None
 
 
-def _curve_difference(run: Run, base: Run) -> Compared | None:
+def _curve_difference(run: Run, base: Run) -> Sample | None:
     """The largest difference between two loss curves."""
     largest, every = largest_difference(run.losses, base.losses)
     if not learnt(run, base) or largest is None:
         return None
-    return Compared(largest, note=f"every {every}th step logged" if every > 1 else "")
+    return Sample([largest], [f"every {every}th step logged"] if every > 1 else [])
 
 
-def _backward_speed_up(run: Run, base: Run) -> Compared | None:
+def _backward_speed_up(run: Run, base: Run) -> Sample | None:
     """Speed-up of the output layer's own backward kernels."""
     own, other = ((one.summary.get("loss_layer_ms") or {}).get("backward") for one in (run, base))
-    return Compared(other / own) if own and other and timed(run, base) else None
-
-
-def free_loss_speed_up(run: Run) -> float | None:
-    """How many times as fast a run's steps would be if the output layer took no time; None if unknown."""
-    of_loss, summary = run.summary.get("loss_layer_ms"), run.summary
-    step = summary["wall_step_ms"] or summary["step_time_ms_median"]
-    rest = step - sum(of_loss.values()) if of_loss and step else 0
-    return step / rest if rest > 0 else None
+    return Sample([other / own]) if own and other and timed(run, base) else None
 
 
 def learnt(run: Run, base: Run) -> bool:
@@ -163,23 +138,24 @@ def by_seed(compare: Compare) -> Callable[[Pair], list[Sample]]:
     """A value for each seed that both losses ran. If a seed was run several times, its value is the median."""
 
     def measure(pair: Pair) -> list[Sample]:
-        found: dict[int, list[Compared]] = defaultdict(list)
+        found: dict[int, list[Sample]] = defaultdict(list)
         for run in pair.own:
             for base in pair.base:
                 if run.summary["seed"] == base.summary["seed"] and (one := compare(run, base)) is not None:
                     found[run.summary["seed"]].append(one)
         every = [one for of_seed in found.values() for one in of_seed]
-        values = [median(one.value for one in of_seed) for of_seed in found.values()]
+        values = [median(value for one in of_seed for value in one.values) for of_seed in found.values()]
         alone = [] if pair.base else [f"{pair.against} has no finished run in this setting"]
-        return [Sample(values, alone + [one.note for one in every], [one.doubt for one in every])]
+        remarks = alone + [word for one in every for word in one.remarks]
+        return [Sample(values, remarks, [word for one in every for word in one.doubts])]
 
     return measure
 
 
 def _difference(key: str) -> Callable[[Pair], list[Sample]]:
-    def compare(run: Run, base: Run) -> Compared | None:
+    def compare(run: Run, base: Run) -> Sample | None:
         value, other = run.summary.get(key), base.summary.get(key)
-        return Compared(value - other) if value is not None and other is not None and learnt(run, base) else None
+        return Sample([value - other]) if value is not None and other is not None and learnt(run, base) else None
 
     return by_seed(compare)
 

@@ -33,7 +33,6 @@ FILLINGS = ("full", "none", "left", "bottom", "right", "top")
 DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # for curves of other things, e.g. models
 GREY, PALE = "#666666", "#E4E4E4"
-TARGET = {"color": "#B2182B", "linewidth": 1.6}  # of a line at a target
 WIDTH = 10.0  # inches; the widest figure. Git hosts show it at about 900 pixels
 _LOOKS: Any = {
     "font.size": 10,

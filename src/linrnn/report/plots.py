@@ -10,10 +10,8 @@ from linrnn.core.machine import GIB
 from linrnn.models.facts import model_in_words
 from linrnn.report.curves import SMOOTHED_STEPS, Curve, difference, smoothed
 from linrnn.report.plot_style import (
-    GREY,
     LOSSES,
     PALE,
-    TARGET,
     WIDTH,
     Look,
     in_words,
@@ -22,19 +20,11 @@ from linrnn.report.plot_style import (
     loss_of,
     subplots,
 )
-from linrnn.report.runs import SETTING, Run, named
-from linrnn.report.targets import Target, Verdict
+from linrnn.report.runs import Run, named
 from linrnn.report.verdicts import baseline_of
 from linrnn.runs.figures import NOT_MEASURED, WALL_CLOCK, by_wall_clock
-from linrnn.runs.intervals import WITHIN, estimate
+from linrnn.runs.intervals import estimate
 
-PANELS = {  # the metrics of the overview, with the words for their axes
-    "peak_memory_bytes": "peak memory, ratio to",
-    "tokens_per_second": "tokens/s, ratio to",
-    "valid_loss_nats": "validation loss, nats above",
-    "train_loss_nats": "training loss, nats above",
-}
-MOST_PANELS = 3
 MOST_LINES = 6  # in a panel of loss curves
 STEEP = 0.1  # share of steps at the start in which all losses fall alike; the axis leaves their values out
 PARTS = {  # the components of memory while the output layer runs, with their colours
@@ -42,12 +32,6 @@ PARTS = {  # the components of memory while the output layer runs, with their co
     "optimizer": "#7C8DA0",
     "activations": "#DCCFA8",
     "output layer": "#C03A2B",
-}
-AXES = {  # what tokens/s are drawn against: the words of the axis, and the question
-    "batch_size": ("sequences per batch", "Does a larger batch give speed?"),
-    "chunk_size": ("tokens per chunk", "Which chunk size is fastest?"),
-    "seq_len": ("tokens per sequence", "What do longer sequences cost?"),
-    "vocab_size": ("vocabulary size", "What does a larger vocabulary cost?"),
 }
 
 
@@ -67,83 +51,11 @@ def heading(runs: Sequence[Run]) -> str:
 
 def measured(runs: Sequence[Run]) -> list[Run]:
     """Usable runs whose speed was measured."""
-    return [run for run in runs if run.usable and run.summary["tokens_per_second"]]
-
-
-def varies(runs: Sequence[Run], along: str) -> bool:
-    """Whether some runs of one model and loss differ only in `along`, so that a line can join them."""
-    return bool(_joined(runs, along))
-
-
-def _joined(runs: Sequence[Run], along: str) -> list[tuple[Run, str]]:
-    """The measured runs that a line can join, with their losses: for each model the largest family of settings.
-
-    A family differs only in `along`, in what follows from it, and in checkpointing. A loss with one value has no line.
-    """
-    follow = {along, "steps", "horizon", "n_parameters", "activation_checkpointing", "data_fingerprint"}
-    follow |= {"batch_size"} if along == "seq_len" else set()  # steps have equal tokens
-    families: dict[str, dict[tuple[Any, ...], list[Run]]] = defaultdict(lambda: defaultdict(list))
-    for run in measured(runs):
-        if run.summary.get(along):
-            families[run.summary["model"]][run.values(key for key in SETTING if key not in follow)].append(run)
-    found = []
-    for of_model in families.values():
-        largest = max(of_model.values(), key=lambda own: len({run.summary[along] for run in own}))
-        values: dict[tuple[object, str], set[Any]] = defaultdict(set)
-        for run, name in named(largest):
-            values[_panel(run), name].add(run.summary[along])
-        found += [(run, name) for run, name in named(largest) if len(values[_panel(run), name]) > 1]
-    return found
+    return [run for run in runs if run.finished and run.summary["tokens_per_second"]]
 
 
 def _panel(run: Run) -> tuple[str, str]:
     return run.summary["model"], run.summary["activation_checkpointing"]
-
-
-# ------------------------------------------------------------------------------------------ each loss and the baseline
-def overview(compared: Sequence[Verdict], targets: Sequence[Target] = ()) -> Any | None:
-    """A line per model and loss, a panel per metric, with 90 % intervals and what targets ask; None without values."""
-    drawn = [v for v in compared if v.value is not None and v.target.metric.name in PANELS]
-    metrics = [name for name in PANELS if any(v.target.metric.name == name for v in drawn)][:MOST_PANELS]
-    if not metrics:
-        return None
-    several = len({v.model for v in drawn}) > 1
-
-    def label(v: Verdict) -> str:
-        return ", ".join(filter(None, [model_in_words(v.model) if several else "", v.backend, v.setting]))
-
-    rows, found = list(dict.fromkeys(map(label, drawn))), looks(v.backend for v in drawn)
-    size = (min(2.6 + 2.7 * len(metrics), WIDTH), 0.42 * len(rows) + 1.5)
-    figure, grid = subplots(1, len(metrics), figsize=size, sharey=True, squeeze=False)
-    lines: dict[str, Any] = {}
-    for axes, metric in zip(grid[0], metrics, strict=True):
-        own = [v for v in drawn if v.target.metric.name == metric]
-        for v in own:
-            _point(axes, v, rows.index(label(v)), found[v.backend])
-        axes.axvline(1 if own[0].target.metric.ratio else 0, color=GREY, linewidth=0.8, zorder=1)
-        for target in targets:
-            if target.metric.name == metric:
-                for bound in {target.bound, -target.bound if target.rule == WITHIN else target.bound}:
-                    lines["target"] = axes.axvline(bound, **TARGET, zorder=2)
-        axes.set_xlabel(f"{PANELS[metric]} {own[0].against}")
-        axes.margins(x=0.15)
-        axes.locator_params(axis="x", nbins=5)
-        axes.grid(visible=False, axis="y")
-    grid[0][0].set_yticks(range(len(rows)), rows)
-    grid[0][0].set_ylim(len(rows) - 0.4, -0.6)
-    figure.suptitle("Each loss beside the baseline")
-    legend_below(figure, lines, "Bars: 90 % interval of the pairs.")
-    return figure
-
-
-def _point(axes: Any, v: Verdict, place: float, look: Look) -> None:
-    """A value with its interval and its figure."""
-    if v.low is not None and v.high is not None and v.low < v.high:
-        axes.plot([v.low, v.high], [place] * 2, color=look.colour, linewidth=1.6, solid_capstyle="butt")
-    axes.plot(v.value, place, **look.point)
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    where: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "bbox": white}
-    axes.annotate(f"{v.value:{v.target.form}}", (v.value, place), (0, 8), **where)
 
 
 # --------------------------------------------------------------------------------------------------------- loss curves
@@ -275,59 +187,41 @@ def memory_parts(runs: Sequence[Run]) -> Any:
 
 # ------------------------------------------------------------------------------------------------ speed against others
 def pareto(runs: Sequence[Run]) -> Any:
-    """Tokens/s against peak memory, one panel per model. Up and to the left is better."""
-    own = [(run, name, run.summary["peak_memory_bytes"] / GIB) for run, name in named(measured(runs))]
-    figure, drawn = _speeds(own, "peak memory, GiB", "Speed against memory (better: up and left)")
-    for axes in drawn:
-        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
-        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
-        axes.ticklabel_format(axis="x", useOffset=False)
-    return figure
-
-
-def scaling(runs: Sequence[Run], along: str) -> Any:
-    """Tokens/s against `along`, a key of AXES, one panel per model. A line joins settings that differ only in it."""
-    joined = [(run, name, run.summary[along]) for run, name in _joined(runs, along)]
-    figure, drawn = _speeds(joined, *AXES[along])
-    ticks = sorted({x for *_, x in joined})
-    for axes in drawn:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-        axes.minorticks_off()
-    return figure
-
-
-def _speeds(own: Sequence[tuple[Run, str, float]], x_label: str, title: str) -> tuple[Any, list[Any]]:
-    """Tokens/s of (run, loss, x): one panel per model and kind of checkpointing. Returns the figure and its axes.
+    """Tokens/s against peak memory: one panel per model and kind of checkpointing. Up and to the left is better.
 
     A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
     loss's points. Tokens/s start at zero, so that chance differences look as small as they are.
     """
+    shown = measured(runs)
     points: dict[Any, dict[str, dict[Any, list[tuple[float, float]]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
     )
-    for run, name, x in own:
-        points[_panel(run)][name][run.setting].append((x, run.summary["tokens_per_second"] / 1e3))
+    for run, name in named(shown):
+        point = run.summary["peak_memory_bytes"] / GIB, run.summary["tokens_per_second"] / 1e3
+        points[_panel(run)][name][run.setting].append(point)
     columns = min(max(len(points), 1), 2)
     rows = max(-(-len(points) // columns), 1)
     size = (min(1.6 + 4.2 * columns, WIDTH), 1.3 + 3.1 * rows)
     figure, grid = subplots(rows, columns, figsize=size, squeeze=False)
     for spare in grid.flat[len(points) :]:
         spare.set_axis_off()
-    drawn, found, lines = list(grid.flat[: len(points)]), looks(name for _, name, _ in own), dict[str, Any]()
-    for axes, (panel, by_loss) in zip(drawn, points.items(), strict=True):
+    found, lines = looks(name for _, name in named(shown)), dict[str, Any]()
+    for axes, (panel, by_loss) in zip(grid.flat, points.items(), strict=False):
         for name, by_setting in by_loss.items():
             lines[in_words(name)] = _draw(axes, list(by_setting.values()), found[name])
         checkpointing = "" if panel[1] == "none" else f", {panel[1]} checkpointing"
-        axes.set_title(f"{heading([run for run, *_ in own if _panel(run) == panel])}{checkpointing}")
-        axes.set_xlabel(x_label)
+        axes.set_title(f"{heading([run for run in shown if _panel(run) == panel])}{checkpointing}")
+        axes.set_xlabel("peak memory, GiB")
+        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # after all points are drawn
+        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
+        axes.ticklabel_format(axis="x", useOffset=False)
         axes.yaxis.set_major_formatter("{x:,.10g}")  # a tick at 2.5 is not 2
     for row in grid:
-        row[0].set_ylabel(f"thousand tokens/s\n({clock_of([run for run, *_ in own])})")
-    figure.suptitle(title)
+        row[0].set_ylabel(f"thousand tokens/s\n({clock_of(shown)})")
+    figure.suptitle("Speed against memory (better: up and left)")
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds.")
-    return figure, drawn
+    return figure
 
 
 def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Look) -> Any:

@@ -17,7 +17,7 @@ from linrnn.core.files import read_json, read_object, write_bytes
 from linrnn.report.curves import Curve
 from linrnn.runs.directory import ENVIRONMENT, METRICS, SUMMARY
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.origins import commit_in_words, differing, read_origin
+from linrnn.runs.origins import commit_in_words, differing, origins_of, read_processes
 
 COMMITTED = "runs.json.xz"  # a report's file with its runs' environments, summaries and logged steps
 REPORTS = "summaries"  # the folder of the results directory that holds the reports
@@ -51,16 +51,15 @@ class Run:
 
     Attributes:
         summary: summary.json.
-        environment: software, hardware and commit; empty for a run that could not start.
+        environments: software, hardware and commit of the processes that trained it, one for each origin; empty for a
+            run that could not start.
         curves: (step, value) of every logged step: LOSS, nats per token; TIMES; VALIDATION, perplexities; and the
             loss's own statistics, whose names begin with STATISTIC.
-        mixture: keys in which the run's processes differ. If there are any, its figures decide nothing.
     """
 
     summary: dict[str, Any]
-    environment: dict[str, Any]
+    environments: Sequence[dict[str, Any]] = ()
     curves: dict[str, Curve] = field(default_factory=dict)
-    mixture: tuple[str, ...] = ()
 
     @property
     def losses(self) -> Curve:
@@ -76,9 +75,9 @@ class Run:
         return self.summary["status"] == "finished"
 
     @property
-    def usable(self) -> bool:
-        """Whether its figures may be compared with others."""
-        return self.finished and not self.mixture
+    def environment(self) -> dict[str, Any]:
+        """The first of its environments; empty for a run that could not start."""
+        return next(iter(self.environments), {})
 
     @property
     def on_gpu(self) -> bool:
@@ -124,38 +123,38 @@ def without_horizon(training: str) -> str:
 
 
 def environment_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Of the first run that started and mixes no origins; empty if there is none."""
-    return next((run.environment for run in runs if run.environment and not run.mixture), {})
+    """The first of the runs' environments; empty if no run started."""
+    return next((run.environment for run in runs if run.environments), {})
 
 
 def origin_warning(runs: Sequence[Run]) -> str:
-    """One line that names the runs of each code and device, if there are several; a mixture has a remark of its own."""
-    origins: list[list[Run]] = []
+    """One line that names the runs of each code and device, if there are several; a continued run may be of two."""
+    origins: list[tuple[dict[str, Any], list[str]]] = []
     for run in runs:
-        if run.environment and not run.mixture:
-            same = [own for own in origins if not differing([own[0].environment, run.environment])]
-            same[0].append(run) if same else origins.append([run])
+        for environment in run.environments:
+            same = [names for own, names in origins if not differing([own, environment])]
+            same[0].append(run.name) if same else origins.append((environment, [run.name]))
     if len(origins) < 2:
         return ""
     told = []
-    for letter, own in zip(ascii_uppercase, origins, strict=False):
-        names = ", ".join(run.name for run in own[:NAMED]) + (f" and {len(own) - NAMED} more" if own[NAMED:] else "")
-        told.append(f"{letter} (commit {commit_in_words(own[0].environment.get('git'), digits=9)}): {names}")
-    return f"the runs differ in {', '.join(differing(own[0].environment for own in origins))}. {'; '.join(told)}"
+    for letter, (environment, own) in zip(ascii_uppercase, origins, strict=False):
+        names = ", ".join(own[:NAMED]) + (f" and {len(own) - NAMED} more" if own[NAMED:] else "")
+        told.append(f"{letter} (commit {commit_in_words(environment.get('git'), digits=9)}): {names}")
+    return f"the runs differ in {', '.join(differing(own for own, _ in origins))}. {'; '.join(told)}"
 
 
 # --------------------------------------------------------------------------------------------------- reading, writing
-def find_group(results: Path, name: str) -> tuple[list[Run], Path, bool]:
-    """The runs of a group that was run here, or else the rows of its report; their directory; whether they are rows.
+def find_group(results: Path, name: str) -> tuple[list[Run], Path]:
+    """The runs of a group that was run here, or else those of its committed report; and their directory.
 
     Raises:
         DataError: there is neither. The error names the existing groups.
     """
     directory, report = results / name, results / REPORTS / name
     if any(directory.glob(f"*/{SUMMARY}")):
-        return read_runs(directory), directory, False
+        return read_runs(directory), directory
     if (report / COMMITTED).exists():
-        return read_committed(report), report, True
+        return read_committed(report), report
     here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
     reports = sorted(path.parent.name for path in results.glob(f"{REPORTS}/*/{COMMITTED}"))
     raise DataError(
@@ -173,22 +172,20 @@ def read_runs(group: Path) -> list[Run]:
     directories = [path.parent for path in sorted(group.glob(f"*/{SUMMARY}"))]
     runs = [run for path in directories if (run := _read(path)).summary["run_name"] == path.name]
     if not runs:
-        remedy = "name a group that was run here (results/<group>/<run_name>/), or a report as summary=DIRECTORY"
-        raise DataError(f"{group} holds no run with a summary", remedy)
+        raise DataError(f"{group} holds no run with a summary", "name a group that was run here")
     return runs
 
 
 def _read(directory: Path) -> Run:
     records = read_jsonl(directory / METRICS) if (directory / METRICS).exists() else []
-    environment = directory / ENVIRONMENT
-    made_with, mixture = read_origin(read_object(environment, remedy=AGAIN) if environment.exists() else {})
     curves: dict[str, Curve] = {}
     kept = {"train/loss_nats": LOSS, VALIDATION: VALIDATION, **{f"speed/{name}": name for name in TIMES}}
     for record in records:
         for name, value in record.items():
             if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
                 curves.setdefault(kept.get(name, name), []).append((record["step"], value))
-    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), made_with, curves, mixture)
+    environments = origins_of(read_processes(directory / ENVIRONMENT))
+    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), environments, curves)
 
 
 def read_committed(directory: Path) -> list[Run]:
@@ -197,16 +194,14 @@ def read_committed(directory: Path) -> list[Run]:
     Raises:
         DataError: it holds no report, or a damaged one.
     """
-    path = directory / COMMITTED
-    remedy = "name a directory that scripts/report.py wrote, or use results_dir=… group=… for a report on runs"
-    content = read_object(path, ("runs", "environment", "steps"), remedy)
-    mixtures, others = content.get("mixtures", {}), content.get("environments", {})
+    remedy = "scripts/report.py writes it from the runs of its group"
+    content = read_object(directory / COMMITTED, ("runs", "environment", "steps"), remedy)
     runs = []
     for summary in content["runs"]:
         name = summary["run_name"]
-        environment, _ = read_origin(others.get(name, content["environment"]))
+        environments = content.get("environments", {}).get(name) or [content["environment"]]
         curves = {key: _read_columns(one) for key, one in content["steps"].get(name, {}).items()}
-        runs.append(Run(summary, environment, curves, tuple(mixtures.get(name, ()))))
+        runs.append(Run(summary, environments, curves))
     return runs
 
 
@@ -222,10 +217,7 @@ def write_committed(runs: Sequence[Run], directory: Path) -> Path:
     shared = environment_of(runs)
     content = {
         "environment": shared,
-        "environments": {
-            run.name: run.environment for run in runs if run.environment and differing([shared, run.environment])
-        },
-        "mixtures": {run.name: run.mixture for run in runs if run.mixture},
+        "environments": {run.name: run.environments for run in runs if differing([shared, *run.environments])},
         "runs": [run.summary for run in runs],
     }
     steps = {

@@ -1,13 +1,11 @@
 """The tables of a report: results, runs, and what filters kept."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.report.curves import mean_of_last
-from linrnn.report.metrics import free_loss_speed_up
 from linrnn.report.plots import clock_of
 from linrnn.report.runs import STATISTIC, Run, named
 from linrnn.report.targets import NOT_MEASURED, NOT_REACHED, REACHED, Verdict
@@ -20,7 +18,7 @@ FILTER_COLUMNS = {
     "most": ("dropped_mass_max", ".3f"),
     "steps computed exactly": ("exact", ".2%"),
 }
-WORDS = (
+WORDS = {
     "result",
     "metric",
     "run",
@@ -31,17 +29,7 @@ WORDS = (
     "checkpointing",
     "status",
     "setting and remarks",
-)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The word of a result in a cell: bold in Markdown; coloured and with a sign on the page."""
-
-    word: str
-
-    def __str__(self) -> str:
-        return f"**{self.word}**"
+}
 
 
 def _table(rows: Sequence[dict[str, object]], telling: Collection[str] = ()) -> Table:
@@ -65,7 +53,7 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
 
     rows: list[dict[str, object]] = [
         {
-            "result": Answer(v.verdict) if v.target.rule or v.value is None else "-",
+            "result": f"**{v.verdict}**" if v.target.rule or v.value is None else "-",
             "metric": v.target.name,
             "value": _beside_target(v),
             "90 % interval": "-" if v.low is None else f"{v.low:{v.target.form}} to {v.high:{v.target.form}}",
@@ -95,7 +83,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
     bases = {
         (run.setting, run.summary["seed"]): run.summary
         for run in runs
-        if run.summary["loss"] == baseline and run.usable
+        if run.summary["loss"] == baseline and run.finished
     }
 
     def place(entry: tuple[Run, str]) -> tuple[Any, ...]:
@@ -106,7 +94,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
     entries = sorted(named(runs), key=place)
     rows = []
     for run, loss in entries:
-        s, base = run.summary, {} if run.mixture else bases.get((run.setting, run.summary["seed"]), {})
+        s, base = run.summary, bases.get((run.setting, run.summary["seed"]), {})
         late = run.horizon and run.horizon != s["steps"]
         rows.append({
             "run": run.name,
@@ -119,7 +107,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
             "V": show(s["vocab_size"], ","),
             "seed": s["seed"],
             "steps": f"{s['steps']} of {run.horizon}" if late else str(s["steps"]),
-            "status": s["status"] + (", a mixture" if run.mixture else ""),
+            "status": s["status"],
             "train loss, nats": show(s["train_loss_nats"], ".4f"),
             "valid loss, nats": show(s["valid_loss_nats"], ".4f"),
             "bits per byte": show(s["valid_bits_per_byte"], ".4f"),
@@ -149,19 +137,6 @@ def of_filters(runs: Sequence[Run]) -> Table:
             cells = {name: show(means.get(f"{STATISTIC}{key}"), form) for name, (key, form) in FILTER_COLUMNS.items()}
             rows.append({"model": run.summary["model"], "loss": loss, "seed": run.summary["seed"], **cells})
     return _table(rows)
-
-
-def of_free_losses(runs: Sequence[Run]) -> Table:
-    """A row a model and loss, with and without checkpointing: how fast a step would be if the loss took no time."""
-    rows: dict[tuple[str, ...], dict[str, object]] = {}
-    for run, loss in named(runs):
-        share, bound, s = loss_time_share(run), free_loss_speed_up(run), run.summary
-        if run.usable and share is not None and bound is not None:
-            kind = {"model": s["model"], "loss": loss, "checkpointing": s["activation_checkpointing"]}
-            size = {"B": s["batch_size"], "T": s["seq_len"], "V": f"{s['vocab_size']:,}"}
-            shown = {"output layer, of the step": f"{share:.1%}", "speed of a step without it": f"{bound:.3f} x"}
-            rows.setdefault(tuple(kind.values()), kind | size | shown)
-    return _table([*rows.values()])
 
 
 def loss_time_share(run: Run) -> float | None:

@@ -46,17 +46,14 @@ def read_processes(path: Path) -> list[Process]:
 
 
 # ----------------------------------------------------------------------------------------------------------- origins
-def read_origin(content: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The environment of the first process that trained steps of a run, and the keys in which its processes differ.
-
-    Args:
-        content: of environment.json, `{"processes": [entry, …]}`, or a committed report's one flat entry.
-    """
-    processes = content.get("processes", [content] if content else [])
-    trained = [one for one in processes if "to_step" not in one or one["to_step"] != one["from_step"]]
-    first: dict[str, Any] = next(iter(trained or processes), {})
-    kept = {key: value for key, value in first.items() if key not in OF_A_PROCESS}
-    return kept, tuple(differing(trained))
+def origins_of(processes: list[Process]) -> list[dict[str, Any]]:
+    """The environments of the processes that trained steps of a run, one for each origin; else of the first."""
+    found: list[dict[str, Any]] = []
+    for process in [one for one in processes if one["to_step"] != one["from_step"]] or processes[:1]:
+        environment = {key: value for key, value in process.items() if key not in OF_A_PROCESS}
+        if all(differing([one, environment]) for one in found):
+            found.append(environment)
+    return found
 
 
 def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
