@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from linrnn.models import build_model, check_supported, tuning
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import facts_of
 from linrnn.models.fla_import import calling, import_fla
-from linrnn.models.shared_projection import bound
 from linrnn.training.runtime import device_name
 
 N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
@@ -112,7 +112,7 @@ def call_of_the_mixer(config: Config, device: torch.device) -> Call:
         for (module, name), plain in (facts.cpu or {}).items()
         if module == fla.__name__
     }
-    mixer.forward = bound(calling(type(mixer).forward, recorded), mixer)  # type: ignore[method-assign]
+    mixer.forward = MethodType(calling(type(mixer).forward, recorded), mixer)  # type: ignore[method-assign]
     ids = torch.randint(VOCAB_SIZE, (N_SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(config.seed))
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
         model(ids.to(device))

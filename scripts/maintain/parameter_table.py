@@ -1,21 +1,19 @@
-"""Print the tables that docs/develop/sizes.md holds between its markers `sizes` and `shared projections`."""
+"""Print the table that docs/develop/sizes.md holds between its markers `sizes`."""
 
 from linrnn.config import load_config
 from linrnn.config.cli import run_plain
-from linrnn.config.schema import SHARING, MarkovDataConfig, SizeConfig
+from linrnn.config.schema import MarkovDataConfig, SizeConfig
 from linrnn.core.tables import Table
 from linrnn.models.architecture import MODELS, resolve
 
 SIZES = ("smoke", "mve", "350m", "1b3")
-LARGE = ("350m", "1b3")  # the sizes of the second table
 
 
 def main() -> None:
     sizes = [load_config([f"size={name}"]).size for name in SIZES]
     data = load_config(["data=markov"]).data
     assert isinstance(data, MarkovDataConfig)
-    print(parameters(sizes, data.vocab_size), end="\n\n")
-    print(with_shared_projections([size for size in sizes if size.name in LARGE]))
+    print(parameters(sizes, data.vocab_size))
 
 
 def parameters(sizes: list[SizeConfig], vocab_size: int) -> str:
@@ -31,24 +29,6 @@ def parameters(sizes: list[SizeConfig], vocab_size: int) -> str:
             parts = arch.intermediate_size, millions(arch.body_parameters), f"{arch.vocab_size:,}"
             marked = (f"**{millions(n)}**" if n == arch.n_parameters else millions(n) for n in totals)
             rows.append((size.name, name, *heads, *parts, *marked))
-    return table(columns, rows)
-
-
-def with_shared_projections(sizes: list[SizeConfig]) -> str:
-    """The parameters of a layer with and without shared projections."""
-    rows = []
-    for size in sizes:
-        for name in SHARING:
-            for rank in (None, size.hidden_size // 2, size.hidden_size // 4):
-                model = load_config([f"model={name}", f"model.shared_projection_rank={rank or 'null'}"]).model
-                arch = resolve(model, size, size.vocab_size or size.hidden_size)  # no layer depends on the vocabulary
-                parts = arch.mixer_parameters, arch.mlp_parameters
-                figures = map(millions, (*parts, sum(parts)))
-                rows.append((size.name, name, rank or "none", *figures, arch.intermediate_size))
-    return table("size, model, rank, mixer, MLP, layer, MLP width", rows)
-
-
-def table(columns: str, rows: list[tuple]) -> str:
     return "\n".join(Table(columns.split(", "), rows, words=("size", "model")).markdown())
 
 

@@ -24,7 +24,7 @@ FSDP = ("parallel=fsdp", "group=fsdp")
 VOCAB = ("parallel=vocab", "group=vocab")
 TWICE, TWO_GROUPS, UNTIED = "trainer.accumulation_steps=2", "parallel.shard_ranks=2", "size.tie_embeddings=false"
 FILTERED = "loss.filter_if_faster=false"
-CHECKPOINTED = ("size.num_layers=3", "trainer.activation_checkpointing=full", "model.shared_projection_rank=32")
+CHECKPOINTED = ("size.num_layers=3", "trainer.activation_checkpointing=full")
 TOGETHER = ("parallel.blocks_together=2", "parallel.keep_gathered=true")  # the small models have two or three blocks
 
 

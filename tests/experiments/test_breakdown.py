@@ -90,7 +90,7 @@ def test_times_of_the_parts_add_up_to_less_than_the_step_and_leave_the_loss_alon
 
 
 def test_projections_are_the_linear_layers_that_a_mixer_calls(small):
-    run = trainer(small, "model=gla", "model.shared_projection_rank=32")
+    run = trainer(small, "model=gla")
     calls: Counter[nn.Module] = Counter()
     for layer in projections(run.model):
         layer.register_forward_hook(lambda module, *_: calls.update([module]))

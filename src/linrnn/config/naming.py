@@ -40,7 +40,6 @@ _SHORT = {
     "size.vocab_size": "v",
     "size.num_layers": "l",
     "model.chunk_size": "c",
-    "model.shared_projection_rank": "r",
     "model.config": "",
 }
 _MAX_LENGTH = 80

@@ -87,22 +87,6 @@ class ModelConfig:
 
 
 @dataclass
-class ProjectedModelConfig(ModelConfig):
-    """A model whose queries, keys and values may come from one projection of low rank."""
-
-    shared_projection_rank: int | None = option(
-        None,
-        "of queries, keys and values together, a multiple of 8; null: each has its own (docs/models.md)",
-        minimum=1,
-    )
-
-    @property
-    def label(self) -> str:
-        rank = self.shared_projection_rank
-        return self.name if rank is None else f"{self.name} shared_projection_rank={rank}"
-
-
-@dataclass
 class FlaModelConfig(ModelConfig):
     """Any causal language model of flash-linear-attention."""
 
@@ -661,7 +645,7 @@ COMMANDS: dict[str, type] = {
 # sweep has a file in configs/<group>/ with its values. All others have their schema's defaults. Losses belong to a
 # package above this one, so each loss adds its own (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"": ModelConfig, "gla": ProjectedModelConfig, "transformer": ProjectedModelConfig, "fla": FlaModelConfig},
+    "model": {"": ModelConfig, "fla": FlaModelConfig},
     "size": {"": SizeConfig},
     "loss": {},
     "data": {
@@ -684,9 +668,6 @@ ABOUT: dict[tuple[str, str], str] = {
     ("schedule", "cosine"): "After the warm-up the learning rate falls along half a cosine.",
     ("schedule", "linear"): "After the warm-up the learning rate falls along a straight line.",
 }
-
-# The models that take `model.shared_projection_rank`.
-SHARING = tuple(name for name, schema in SCHEMAS["model"].items() if schema is ProjectedModelConfig)
 
 
 def kind_of(schema: Any, name: str) -> Any:

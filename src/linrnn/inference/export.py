@@ -58,18 +58,16 @@ def export(trained: Trained, output: Path) -> None:
 
     Raises:
         ConfigError: `trained` is not from a run, or `output` exists already.
-        UnsupportedError: its projections are shared, or its logits are capped.
+        UnsupportedError: its logits are capped.
         StorageError: `output` cannot be written.
     """
     if trained.config is None:
         raise ConfigError(f"{trained.source} is a Hugging Face directory already", "name a run or a checkpoint")
-    rank, softcap = getattr(trained.config.model, "shared_projection_rank", None), trained.config.loss.softcap
-    for key, value in (("model.shared_projection_rank", rank), ("loss.softcap", softcap)):
-        if value is not None:
-            raise UnsupportedError(
-                f"{trained.source} has {key}={value:g}, which FLA's configuration cannot express",
-                "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
-            )
+    if (softcap := trained.config.loss.softcap) is not None:
+        raise UnsupportedError(
+            f"{trained.source} has loss.softcap={softcap:g}, which FLA's configuration cannot express",
+            "use the run itself: scripts/evaluate.py and scripts/generate.py take it",
+        )
     check_output(output)
     partial = output.with_name(f".{output.name}.partial")
     try:

@@ -9,7 +9,7 @@ the four are therefore within 1.6 % of each other.
 from dataclasses import replace
 
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
-from linrnn.config.schema import FlaModelConfig, ModelConfig, ProjectedModelConfig, SizeConfig
+from linrnn.config.schema import FlaModelConfig, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
 from linrnn.models.facts import Architecture, bare_architecture, matched, matched_models
 from linrnn.models.fla_any import resolve_fla
@@ -17,7 +17,6 @@ from linrnn.models.fla_any import resolve_fla
 __all__ = ["MODELS", "Architecture", "resolve"]
 
 MODELS = matched_models()
-RANK_MULTIPLE = 8  # of `model.shared_projection_rank`: tensor cores take bf16 matrices of such sizes
 
 
 def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architecture:
@@ -35,7 +34,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"add size.mixers.{model.name}, or use one of {', '.join(size.mixers)}",
         )
     bare = bare_architecture(model.name, size, vocab_size)
-    bare = replace(bare, chunk_size=model.chunk_size, shared_projection_rank=_rank(model, size))
+    bare = replace(bare, chunk_size=model.chunk_size)
     matched(model.name).check(bare)
     d = size.hidden_size
     unit = max(8, d // 128 * 8)
@@ -48,22 +47,3 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"lower size.mixers.{model.name}'s heads or raise size.layer_parameters_per_d2",
         )
     return replace(bare, intermediate_size=width)
-
-
-def _rank(model: ModelConfig, size: SizeConfig) -> int | None:
-    """The rank of the projection that queries, keys and values share; None: each has its own."""
-    rank = model.shared_projection_rank if isinstance(model, ProjectedModelConfig) else None
-    if rank is None:
-        return None
-    key = f"model.shared_projection_rank={rank}"
-    if rank % RANK_MULTIPLE:
-        raise ConfigError(
-            f"{key} is no multiple of {RANK_MULTIPLE}, which a GPU's matrix units need",
-            f"use model.shared_projection_rank={-(-rank // RANK_MULTIPLE) * RANK_MULTIPLE}",
-        )
-    if rank >= size.hidden_size:
-        raise ConfigError(
-            f"{key} is not below the width of {size.hidden_size}: such a projection has no low rank",
-            f"use {size.hidden_size // 4} or another multiple of {RANK_MULTIPLE} below {size.hidden_size}, or null",
-        )
-    return rank

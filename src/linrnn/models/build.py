@@ -25,7 +25,6 @@ from linrnn.models.facts import matched
 from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
-from linrnn.models.shared_projection import share_projections
 
 NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
 
@@ -103,7 +102,7 @@ class BlankModel:
         cpu_ops.prepare(arch.kind, device)
         hf = fla_model(arch)
         self.part, self._device = part or WHOLE, device
-        self._makers = dict(_makers(hf, arch.shared_projection_rank))
+        self._makers = dict(_makers(hf))
         _replace_parameters(hf, dtype, torch.device("meta") if part else device)
         for name, maker in self._makers.items():
             module = hf.get_submodule(name)
@@ -149,22 +148,19 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
-def _makers(hf: Any, rank: int | None) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+def _makers(hf: Any) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """For each part of FLA's model `hf`, by its name: what makes another one, with initial values."""
     backbone, names = backbone_of(hf), {module: name for name, module in hf.named_modules()}
     for number, block in enumerate(backbone.layers):
-        yield names[block], partial(_another_block, copy.copy(backbone), type(block), number, rank)
+        yield names[block], partial(_another_block, copy.copy(backbone), type(block), number)
     for owner in (backbone, hf):
         for name, module in owner.named_children():
             if module is not backbone and module is not backbone.layers:
                 yield names[module], partial(_another_part, copy.copy(owner), name, copy.deepcopy(module))
 
 
-def _another_block(owner: Any, kind: type[nn.Module], number: int, rank: int | None) -> nn.Module:
-    block = kind(owner.config, number)
-    if rank is not None:
-        share_projections(block, rank)
-    return _initialised(owner, "block", block)
+def _another_block(owner: Any, kind: type[nn.Module], number: int) -> nn.Module:
+    return _initialised(owner, "block", kind(owner.config, number))
 
 
 def _another_part(owner: Any, name: str, blank: nn.Module) -> nn.Module:
@@ -212,9 +208,6 @@ def fla_model(arch: Architecture) -> Any:
         return build_hf(arch.fla, arch.settings, "meta")
     with torch.device("meta"):
         hf = with_sdpa(fla_classes(arch.model)[0])(fla_config(arch))
-        if arch.shared_projection_rank is not None:
-            for block in backbone_of(hf).layers:
-                share_projections(block, arch.shared_projection_rank)
     hf.tie_weights()
     return hf
 

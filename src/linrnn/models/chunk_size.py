@@ -5,6 +5,7 @@ with the chunk size filled in. Models with different chunk sizes can live in one
 """
 
 import functools
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from linrnn.models.cpu_ops import mixers
 from linrnn.models.facts import Chunks
 from linrnn.models.fla_import import calling, import_fla
-from linrnn.models.shared_projection import bound
 
 
 def set_chunk_size(mixer: nn.Module, chunks: Chunks, chunk_size: int) -> None:
@@ -20,7 +20,7 @@ def set_chunk_size(mixer: nn.Module, chunks: Chunks, chunk_size: int) -> None:
     # torch's compiler takes a second to import: only here
     chosen = torch.compiler.disable(chunks.own) if chunks.own else getattr(import_fla(chunks.module), chunks.name)
     forward = calling(type(mixer).forward, {chunks.name: functools.partial(chosen, chunk_size=chunk_size)})
-    mixer.forward = bound(forward, mixer)  # type: ignore[method-assign]
+    mixer.forward = MethodType(forward, mixer)  # type: ignore[method-assign]
 
 
 def chunk_gla(

@@ -28,7 +28,6 @@ class Architecture:
         head_k_dim, head_v_dim: dimensions per head of keys (and queries) and of values.
         intermediate_size: width of the SwiGLU MLP.
         chunk_size: tokens per chunk of the recurrent kernel; None: the kernel's own default.
-        shared_projection_rank: of the projection that queries, keys and values share; None: each has its own.
         recurrence_flops: of `model=fla`: of one token in one layer, where the facts have no `flops`; None: unknown.
         attention_windows: of `model=fla`: for each layer that is softmax attention instead of the model's own mixer,
             the latest tokens that it sees; None: all.
@@ -45,7 +44,6 @@ class Architecture:
     vocab_size: int
     tie_embeddings: bool
     chunk_size: int | None
-    shared_projection_rank: int | None = field(default=None, kw_only=True)
     recurrence_flops: int | None = field(default=None, kw_only=True)
     attention_windows: tuple[int | None, ...] = field(default=(), kw_only=True)
 

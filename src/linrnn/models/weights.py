@@ -126,7 +126,7 @@ def check_finite(weights: dict[str, Tensor], source: str) -> None:
 def check_dimensions(source: str, there: Architecture, here: Architecture) -> None:
     """Check that the weights of `there` fit a model of `here`.
 
-    Only names and shapes of the parameters tell whether FLA's other models agree, or models with shared projections.
+    Only names and shapes of the parameters tell whether FLA's other models agree.
 
     Args:
         source: the value of `init_from`, for messages.
@@ -137,8 +137,6 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
     if there.kind != here.kind:
         raise _other_model(source, there.kind, here, fla=isinstance(there, FlaArchitecture))
     if isinstance(there, FlaArchitecture) or isinstance(here, FlaArchitecture):
-        return
-    if there.shared_projection_rank != here.shared_projection_rank:
         return
     layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
     names = (*layer, "num_layers", "vocab_size", "tie_embeddings")
@@ -226,12 +224,6 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
     settings = read_object(directory / "config.json", remedy=AGAIN)
     if settings.get("model_type") != arch.kind:
         raise _other_model(source, str(settings.get("model_type")), arch)
-    if arch.shared_projection_rank is not None:
-        raise ConfigError(
-            f"init_from={source}: FLA's format has no shared projections, and this run has "
-            f"model.shared_projection_rank={arch.shared_projection_rank}",
-            "use model.shared_projection_rank=null, or init_from= a run of this rank",
-        )
     theirs = type(ours).from_dict(settings)
     for name in sorted(inspect.signature(type(ours)).parameters.keys() - FREE):
         if (given := getattr(theirs, name, None)) != (wanted := getattr(ours, name, None)):

@@ -28,11 +28,9 @@ def convolution_parameters(arch: Architecture) -> int:
 
 
 def query_key_value_output(arch: Architecture) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the linear layers that every mixer has: four, or five with a shared projection."""
-    d, keys, values, rank = arch.hidden_size, arch.key_dim, arch.value_dim, arch.shared_projection_rank
-    if rank is None:
-        return [(d, keys), (d, keys), (d, values), (values, d)]
-    return [(d, rank), (rank, keys), (rank, keys), (rank, values), (values, d)]
+    """(inputs, outputs) of the four linear layers that every mixer has."""
+    d, keys, values = arch.hidden_size, arch.key_dim, arch.value_dim
+    return [(d, keys), (d, keys), (d, values), (values, d)]
 
 
 def check_ratio(arch: Architecture) -> None:
