@@ -62,7 +62,7 @@ def markov_config(cache_dir: Path, **changes: Any) -> MarkovDataConfig:
 
 
 def shard_set(directory: Path, documents: list[np.ndarray], vocab_size: int = 1000) -> ShardSet:
-    """The documents as shards on disk, split at linrnn.data.shards.SHARD_TOKENS."""
+    """The documents as a training split on disk."""
     directory.mkdir()
     dtype = np.dtype("<u2")
     writer = SplitWriter(directory, "train", dtype)

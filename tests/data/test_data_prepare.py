@@ -39,9 +39,8 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many batches and shards, so that an interruption can fall between them."""
+    """Many batches, so that an interruption can fall between them."""
     monkeypatch.setattr(PREPARE, "BATCH_CHARACTERS", 2000)
-    monkeypatch.setattr(linrnn.data.shards, "SHARD_TOKENS", 3000)
 
 
 def texts_of(data: PreparedData) -> dict[str, list[str]]:
@@ -49,7 +48,8 @@ def texts_of(data: PreparedData) -> dict[str, list[str]]:
     assert data.tokenizer is not None
     result: dict[str, list[str]] = {}
     for name, split in {"train": data.train, "valid": data.valid}.items():
-        documents = np.split(split.read(0, split.n_tokens), split.document_ends)[:-1]
+        parts = [split.read(part.start, part.start + part.n_tokens) for part in split.parts]
+        documents = np.split(np.concatenate(parts), split.document_ends)[:-1]
         assert all(document[-1] == data.eos_id for document in documents)
         result[name] = [data.tokenizer.decode(d[:-1]) for d in documents]
         assert split.n_bytes == len("".join(result[name]).encode())
@@ -291,7 +291,7 @@ def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
 
 # ------------------------------------------------------------------------------------------ interruptions
 def _killed_at_the_tenth_batch(cache: Path, corpus: Path, tokenizer: Path) -> None:
-    PREPARE.BATCH_CHARACTERS, linrnn.data.shards.SHARD_TOKENS = 2000, 3000
+    PREPARE.BATCH_CHARACTERS = 2000
     calls = iter(range(10))
     append = linrnn.data.shards.SplitWriter.append
 
@@ -306,12 +306,11 @@ def _killed_at_the_tenth_batch(cache: Path, corpus: Path, tokenizer: Path) -> No
 
 def test_after_a_kill_the_same_command_gives_the_same_bytes(tmp_path, corpus, tokenizer, small_pieces):
     uninterrupted = prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer))
-    assert len(uninterrupted.train.shards) > 3
     process = start(_killed_at_the_tenth_batch, tmp_path / "killed", corpus, tokenizer)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     [partial] = (tmp_path / "killed").glob("*.partial")
-    assert len(list(partial.glob("*.bin"))) > 1
+    assert len(list(partial.glob("*.bin"))) == 2
     data = prepare(text_config(tmp_path / "killed", corpus, tokenizer=tokenizer))
     assert directory_bytes(data.directory) == directory_bytes(uninterrupted.directory)
     assert not partial.exists()
@@ -323,7 +322,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, corpus, tokenizer, sm
 
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(linrnn.data.shards.SplitWriter, "_finish_shard", full)
+        patch.setattr(linrnn.data.shards.SplitWriter, "finish", full)
         with pytest.raises(StorageError, match="No space left on device"):
             prepare(config)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]

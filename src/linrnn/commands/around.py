@@ -24,11 +24,7 @@ def prepare_data(config: Config) -> None:
     data.verify()
     print(data.description)
     for name, split in (("training", data.train), ("validation", data.valid)):
-        counts = [
-            f"{split.n_documents:,} documents",
-            f"{split.n_tokens:,} tokens",
-            f"{len(split.shards)} shard(s)",
-        ]
+        counts = [f"{split.n_documents:,} documents", f"{split.n_tokens:,} tokens"]
         if split.n_bytes:
             counts.insert(1, f"{split.n_bytes:,} bytes of text")
         print(f"  {name}: {', '.join(counts)}")

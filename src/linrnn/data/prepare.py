@@ -5,7 +5,7 @@ the tokenizer and the options that decide which tokens come out. Work in progres
 step removes the suffix, so a directory with its final name is complete. One process works on it, under the lock
 `<directory>.lock`; the system releases the lock when that process ends, in whatever way it ends.
 
-A source without validation data gives every k-th document that has tokens to validation, starting with the first; k =
+A source without validation data gives every k-th document that has text to validation, starting with the first; k =
 round(1 / data.valid_fraction). `data.max_tokens` bounds the training tokens: reading stops after the document that
 reaches it. Each document is followed by the tokenizer's end token, if there is one.
 """
@@ -123,10 +123,9 @@ def prepare(config: DataConfig, say: Say = to_stderr) -> PreparedData:
         return _prepare_markov(config, say)
     if isinstance(config, TextDataConfig) and config.sources:
         return _prepare_mixture(config, say)
-    if isinstance(config, TokenizedDataConfig):
-        source = make_source(config)
-        return _prepare_text(config, source, _tokenizer(config, [source], say), say)
-    raise TypeError(f"cannot prepare {type(config).__name__}")
+    assert isinstance(config, TokenizedDataConfig), config
+    source = make_source(config)
+    return _prepare_text(config, source, _tokenizer(config, [source], say), say)
 
 
 def vocabulary_size(config: DataConfig) -> int:
@@ -218,12 +217,12 @@ def _tokenizer(config: TokenizedDataConfig, sources: Sequence[Source], say: Say)
 
 def _sample(source: Source, most: int) -> Iterator[str]:
     n_bytes = 0
-    for number, text in enumerate(filter(None, source.documents("train"))):
-        if source.period is None or number % source.period:
+    for split, text in source.documents():
+        if n_bytes >= most:
+            return
+        if split == "train":
             yield text
             n_bytes += len(text.encode())
-            if n_bytes >= most:
-                return
 
 
 def _tokenise(
@@ -243,32 +242,29 @@ def _tokenise(
         done = sum(writer.tokens for writer in writers.values())
         return f"tokenised {number:,} documents, {done:,} tokens, {done / (time.monotonic() - began):,.0f} tokens/s"
 
-    for phase in ["train"] if source.period else ["valid", "train"]:
-        room = max_tokens if phase == "train" and max_tokens is not None else sys.maxsize
-        for texts in _batches(source.documents(phase)):
-            documents: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
-            n_bytes = dict.fromkeys(SPLITS, 0)
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                if room <= 0:
-                    break
-                if not ids:
-                    empty += 1
-                    continue
-                held_out = source.period is not None and number % source.period == 0
-                split = "valid" if held_out else phase
-                number += 1
-                documents[split].append(ids + end)
-                n_bytes[split] += len(text.encode())
-                room -= len(ids + end) * (split == "train")
-            for split, writer in writers.items():
-                if documents[split]:
-                    tokens = np.fromiter(chain.from_iterable(documents[split]), np.uint32)
-                    writer.append(tokens, np.cumsum([len(ids) for ids in documents[split]]), n_bytes[split])
-            if time.monotonic() > line_at + SECONDS_BETWEEN_LINES:
-                line_at = time.monotonic()
-                say(so_far())
+    room = sys.maxsize if max_tokens is None else max_tokens
+    for batch in _batches(source.documents()):
+        documents: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+        n_bytes = dict.fromkeys(SPLITS, 0)
+        for (split, text), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
             if room <= 0:
                 break
+            if not ids:
+                empty += 1
+                continue
+            number += 1
+            documents[split].append(ids + end)
+            n_bytes[split] += len(text.encode())
+            room -= len(ids + end) * (split == "train")
+        for split, writer in writers.items():
+            if documents[split]:
+                tokens = np.fromiter(chain.from_iterable(documents[split]), np.uint32)
+                writer.append(tokens, np.cumsum([len(ids) for ids in documents[split]]), n_bytes[split])
+        if time.monotonic() > line_at + SECONDS_BETWEEN_LINES:
+            line_at = time.monotonic()
+            say(so_far())
+        if room <= 0:
+            break
     for split, writer in writers.items():
         if writer.tokens < 2:
             raise DataError(f"{source.description} gives {writer.tokens} {split} tokens", "give more text")
@@ -278,12 +274,12 @@ def _tokenise(
     return {split: writer.finish() for split, writer in writers.items()}
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
     """Batches that end with the document which brings them to so many characters."""
-    batch: list[str] = []
+    batch: list[tuple[str, str]] = []
     held = 0
-    for text in documents:
-        batch.append(text)
+    for split, text in documents:
+        batch.append((split, text))
         held += len(text)
         if held >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
             yield batch

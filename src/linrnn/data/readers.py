@@ -13,14 +13,13 @@ Text files give no document without any text. One of more than `LONGEST` charact
 import bz2
 import codecs
 import glob
-import io
 import json
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import zstandard
 
@@ -119,8 +118,7 @@ def _fits(file: Path) -> bool:
 def _begins_as_text(file: Path) -> bool:
     """Whether a file begins as UTF-8 without a zero byte."""
     try:
-        with open_file(file) as content:
-            start = content.read(1 << 12)
+        start = next(filter(None, read_pieces(file)), b"")[: 1 << 12]
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except (UnicodeDecodeError, *DAMAGE):
         return False
@@ -232,9 +230,8 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers, from 1, and their line ends."""
     number = 0
     try:
-        with open_file(path) as content:
-            for number, line in enumerate(content, start=1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+        for number, line in enumerate(_lines(read_pieces(path)), start=1):
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         remedy = f"convert it to UTF-8; the name of a compressed file ends with {', '.join(DECOMPRESSORS)}"
         raise DataError(f"{path}, line {number}: not UTF-8: {error}", remedy) from None
@@ -243,46 +240,40 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(cause, "fetch the file again, or give it the ending of what it holds") from None
 
 
-# ------------------------------------------------------------------------------------------ compressed or not
-def open_file(path: Path) -> BinaryIO:
-    """A file's content, decompressed if its name says that it is compressed. Reading may raise one of `DAMAGE`."""
-    raw = open(path, "rb")  # noqa: SIM115  closed by whoever reads it
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    held: list[bytes] = []  # the beginning of a line
+    for piece in pieces:
+        *whole, last = piece.split(b"\n")
+        for line in whole:
+            yield b"".join([*held, line, b"\n"])
+            held = []
+        held.append(last)
+    if rest := b"".join(held):
+        yield rest
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """A file's content, decompressed if its name says that it is compressed: all streams, one after another.
+
+    The libraries' own readers pass over a damaged stream after the first.
+
+    Raises:
+        one of `DAMAGE`: the file cannot be read, is damaged or has no end.
+    """
     new = DECOMPRESSORS.get(path.suffix.lower())
-    return io.BufferedReader(_Decompressed(raw, new), 1 << 20) if new else raw
-
-
-class _Decompressed(io.RawIOBase):
-    """All streams of a compressed file, one after another. The libraries' own readers pass over what is damaged."""
-
-    def __init__(self, raw: BinaryIO, new: Callable[[], Any]) -> None:
-        self._raw, self._pieces, self._ready = raw, _decompressed(raw, new), memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            if (piece := next(self._pieces, None)) is None:
-                return 0
-            self._ready = memoryview(piece)
-        n = min(len(buffer), len(self._ready))
-        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
-        return n
-
-
-def _decompressed(raw: BinaryIO, new: Callable[[], Any]) -> Iterator[bytes]:
-    data = raw.read(CHUNK)
-    while data:
-        stream = new()
-        while not stream.eof:
-            if not (data := data or raw.read(CHUNK)):
-                raise EOFError("a stream has no end")
-            yield stream.decompress(data)
-            data = b""
-        data = stream.unused_data.lstrip(b"\0")  # streams may be padded with zeros
-        while not data and (chunk := raw.read(CHUNK)):
-            data = chunk.lstrip(b"\0")
+    with open(path, "rb") as raw:
+        data = raw.read(CHUNK)
+        while data:
+            if new is None:
+                yield data
+                data = raw.read(CHUNK)
+                continue
+            stream = new()
+            while not stream.eof:
+                if not (data := data or raw.read(CHUNK)):
+                    raise EOFError("a stream has no end")
+                yield stream.decompress(data)
+                data = b""
+            data = stream.unused_data.lstrip(b"\0")  # streams may be padded with zeros
+            while not data and (chunk := raw.read(CHUNK)):
+                data = chunk.lstrip(b"\0")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config.schema import HubDataConfig, TextDataConfig, TokenizedDataConfig
+from linrnn.core.checksums import sha256_of_all
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, first_line
 from linrnn.data.readers import cut_place, find_files, is_text, read_documents, text_of
-from linrnn.data.shards import sha256_of_all
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -27,14 +27,24 @@ class Source:
     Attributes:
         description: a few words for humans.
         identity: JSON-able; equal for equal text, wherever its files lie.
-        documents: from a split's name, "train" or "valid", to its documents, always in the same order.
-        period: every period-th document is held out for validation; None if the source has a validation split.
+        read: from a split's name, "train" or "valid", to its documents, always in the same order.
+        period: every period-th document with text is held out of "train"; None if there is a split "valid".
     """
 
     description: str
     identity: dict[str, Any]
-    documents: Callable[[str], Iterator[str]]
+    read: Callable[[str], Iterator[str]]
     period: int | None
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """Every document with the split that it belongs to. All of a validation split come first."""
+        if self.period is None:
+            yield from (("valid", text) for text in self.read("valid"))
+        number = 0
+        for text in self.read("train"):
+            held_out = self.period and text and number % self.period == 0
+            yield "valid" if held_out else "train", text
+            number += bool(text)
 
 
 def make_source(config: TokenizedDataConfig, key: str = "data.path") -> Source:
@@ -86,35 +96,29 @@ def _text(config: TextDataConfig, key: str) -> Source:
             return separator is None and len(files["train"]) >= count
         return sum(1 for _ in islice(filter(None, read("train")), count)) == count
 
-    held_out = config.valid_path is None and config.valid_fraction
-    documents = read
-    if held_out and not stand_alone(round(1 / held_out)):
-        identity["end_held_out"] = held_out
-
-        def documents(split: str) -> Iterator[str]:
-            return (text for part, text in _parted(read, held_out) if part == split)
-
     paths = [config.path] if isinstance(config.path, str) else config.path
     description = f"{', '.join(paths)} ({_files(len(files['train']))})"
-    has_validation = config.valid_path is not None or documents is not read
-    return Source(description, identity, documents, _period(config, has_validation))
+    share = config.valid_fraction
+    if config.valid_path is None and share and not stand_alone(round(1 / share)):
+        identity["end_held_out"] = share
+        return Source(description, identity, lambda split: _parted(read, share, split), None)
+    return Source(description, identity, read, _period(config, config.valid_path is not None))
 
 
-def _parted(read: Callable[[str], Iterator[str]], share: float) -> Iterator[tuple[str, str]]:
-    """Documents with their splits. That in which the held-out end begins is cut there, if this is far within."""
+def _parted(read: Callable[[str], Iterator[str]], share: float, split: str) -> Iterator[str]:
+    """The documents of a split: the held-out end, or what is before it.
+
+    The document in which that end begins is cut there, if this is far within.
+    """
     total = sum(map(len, read("train")))
     wanted = max(1, round(total * share))
     left = total - wanted  # characters of training text
     for text in read("train"):
-        if len(text) <= left:
-            left -= len(text)
-            yield "train", text
-            continue
-        cut = cut_place(text, left, wanted // 2) if left > wanted // 2 else 0
-        if cut:
-            yield "train", text[:cut]
-        yield "valid", text[cut:]
-        left = -1
+        whole = len(text) <= left
+        cut = len(text) if whole else cut_place(text, left, wanted // 2) if left > wanted // 2 else 0
+        left = left - cut if whole else -1
+        if part := text[:cut] if split == "train" else text[cut:]:
+            yield part
 
 
 def _stdlib(config: TokenizedDataConfig) -> Source:
@@ -178,35 +182,28 @@ def _hub(config: HubDataConfig) -> Source:
 
 
 def _rows(config: HubDataConfig, split: str) -> Iterator[str]:
-    where = f"{config.path}, split {split}"
-    try:
-        for number, row in enumerate(_load(config, split), start=1):
-            yield text_of(row, config.text_field, f"{where}, row {number}") or config.empty_row
-    except LinrnnError:
-        raise
-    except Exception as error:  # datasets, hub and network errors share no base class
-        raise DataError(f"reading {where} failed: {first_line(error)}", "run the same command again") from error
-
-
-def _load(config: HubDataConfig, split: str) -> Any:
     import datasets
 
-    local = Path(config.path).expanduser()
+    where, local = f"{config.path}, split {split}", Path(config.path).expanduser()
     try:
         # Streaming reads a local directory in place. Otherwise `datasets` would copy it to its own cache.
         path, streaming = (str(local), True) if local.is_dir() else (config.path, config.streaming)
         splits = datasets.load_dataset(path, config.subset, streaming=streaming)
+        if split not in splits:
+            raise DataError(
+                f"{config.path} ({config.subset}) has no split {split!r}, only: {', '.join(splits)}",
+                "set data.train_split and data.valid_split, or give a copy that has it in data.path",
+            )
+        for number, row in enumerate(splits[split], start=1):
+            yield text_of(row, config.text_field, f"{where}, row {number}") or config.empty_row
+    except LinrnnError:
+        raise
     except Exception as error:  # datasets, hub and network errors share no base class
         raise DataError(
-            f"cannot load {config.path} ({config.subset}): {first_line(error)}",
-            "check data.path, data.subset and the connection, or give a local directory in data.path",
+            f"{where} ({config.subset}) cannot be read: {first_line(error)}",
+            "check data.path, data.subset and the connection, and run the same command again, or give a local "
+            "directory in data.path",
         ) from error
-    if split not in splits:
-        raise DataError(
-            f"{config.path} ({config.subset}) has no split {split!r}, only: {', '.join(splits)}",
-            "set data.train_split and data.valid_split, or give a copy that has it in data.path",
-        )
-    return splits[split]
 
 
 def _files(n: int) -> str:

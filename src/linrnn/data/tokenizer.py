@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from linrnn.core.errors import DataError, first_line
-from linrnn.data.readers import DAMAGE, DECOMPRESSORS, open_file
+from linrnn.data.readers import DAMAGE, DECOMPRESSORS, read_pieces
 
 FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -189,12 +189,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
             raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
         path = files[0]
     try:
-        with open_file(path) as stream:
-            content = stream.read().decode("utf-8")
-    except DAMAGE as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}", "fetch the file again") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"tokenizer {path} is not UTF-8: {error}", "fetch the file again") from None
+        content = b"".join(read_pieces(path)).decode("utf-8")
+    except (UnicodeDecodeError, *DAMAGE) as error:
+        raise DataError(f"tokenizer {path} cannot be read: {first_line(error)}", "fetch the file again") from None
     if path.name.startswith(FILE) and any(path.with_name(settings).is_file() for settings in SETTINGS):
         return Tokenizer(content, spec, _end_token_of_transformers(content, path.parent), guess=False)
     return Tokenizer(content, spec)
