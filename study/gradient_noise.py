@@ -2,12 +2,13 @@
 
     python study/gradient_noise.py CHECKPOINT … [-- data.cache_dir=…] >> results/gradient_noise/GPU.jsonl
 
-Over all parameters, and over the embedding alone (tied, so it is the head, too), for every checkpoint:
+Over all parameters, over the embedding alone (tied, so it is the head, too) and over the layers, for every checkpoint:
 
     signal   |E g_i|²: the squared norm of the mean gradient over batches i, without the share of their noise
     batch    E |g_i - E g_i|²: how far exact gradients of single batches scatter
     sample   E |s_ij - g_i|²: how far draws j of the sampled gradient scatter around their batch's exact one
     bias     E |mean_j s_ij - g_i|² - sample / draws: zero on average where sampling is unbiased
+    rounding E |r_i - g_i|²: how far torch.compile's gradients lie from ours, which only rounding tells apart
 
 The filter draws from a seed of the targets in their order. Another order of a batch's tokens is therefore another draw
 of the same gradient.
@@ -31,7 +32,7 @@ from linrnn.losses import build_loss
 from linrnn.models.language_model import compute_dtype, loss_inputs
 from linrnn.report.plot_style import COLOURS, subplots
 
-BATCHES, SAMPLED, DRAWS = 24, 12, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
+BATCHES, SAMPLED, DRAWS = 16, 8, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
 SEQUENCES = (8, 2)  # of a batch
 
 
@@ -39,9 +40,9 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
     """Measure a checkpoint on its validation text: a row for each batch size and set of parameters."""
     reading = open_reading("checkpoint", source, overrides, "auto")
     device, dtype = reading.device, compute_dtype(reading.precision)
-    exact, sampled = (
+    exact, sampled, compiled = (
         build_loss(load_config(options).loss, device=device, dtype=dtype)
-        for options in (["loss=cce_kahan"], ["loss=cce_filter", "loss.filter_if_faster=false"])
+        for options in (["loss=cce_kahan"], ["loss=cce_filter", "loss.filter_if_faster=false"], ["loss=compiled"])
     )
     model, generator = reading.model.train(), torch.Generator().manual_seed(0)
 
@@ -54,14 +55,20 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
         output = loss(hidden_ND, weight_VD, labels_N)
         (output.sum_nats / output.n_tokens).backward()
         found = {name: p.grad.float().flatten() for name, p in model.named_parameters() if p.grad is not None}
-        embedding = [g for name, g in found.items() if "embeddings" in name or "lm_head" in name]
-        return {"all": torch.cat([*found.values()]), "embedding": torch.cat(embedding)}
+        is_embedding = {name: "embeddings" in name or "lm_head" in name for name in found}
+        return {
+            "all": torch.cat([*found.values()]),
+            "embedding": torch.cat([found[name] for name in found if is_embedding[name]]),
+            "layers": torch.cat([found[name] for name in found if not is_embedding[name]]),
+        }
 
     batches = reading.batches(None)
     for sequences in SEQUENCES:
-        gradients: dict[str, list[Tensor]] = {}
+        total: dict[str, Tensor] = {}  # of exact gradients, over batches; of their squared norms, in fp64
+        squares: dict[str, float] = {}
         scatter: dict[str, list[float]] = {}
         bias: dict[str, list[float]] = {}
+        rounding: dict[str, list[float]] = {}
         for number in range(BATCHES):
             whole = batches[number]
             batch = Batch(whole.input_ids[:sequences], whole.labels[:sequences], None, 0, None)
@@ -69,22 +76,26 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
             draws = DRAWS if number < SAMPLED else 0
             orders = [torch.randperm(batch.labels.numel(), generator=generator).to(device) for _ in range(draws)]
             drawn = [gradient(sampled, batch, order) for order in orders]
+            rounded = gradient(compiled, batch) if draws else {}
             for name, value in g.items():
-                gradients.setdefault(name, []).append(value)
+                total[name] = total[name] + value if name in total else value.clone()
+                squares[name] = squares.get(name, 0.0) + value.double().square().sum().item()
                 if drawn:
-                    off = torch.stack([one[name] - value for one in drawn])
-                    scatter.setdefault(name, []).append(off.square().sum(1).mean().item())
-                    bias.setdefault(name, []).append(off.mean(0).square().sum().item() - scatter[name][-1] / draws)
-        for name, values in gradients.items():
-            stacked = torch.stack(values)
-            mean = stacked.mean(0)
-            of_batch = (stacked - mean).square().sum().item() / (BATCHES - 1)
+                    off = [one[name] - value for one in drawn]
+                    mean_off = sum(off[1:], off[0]) / draws
+                    scatter.setdefault(name, []).append(sum(one.square().sum().item() for one in off) / draws)
+                    bias.setdefault(name, []).append(mean_off.square().sum().item() - scatter[name][-1] / draws)
+                    rounding.setdefault(name, []).append((rounded[name] - value).square().sum().item())
+        for name, summed in total.items():
+            mean = (summed / BATCHES).double().square().sum().item()
+            of_batch = (squares[name] - BATCHES * mean) / (BATCHES - 1)
             sample = sum(scatter[name]) / SAMPLED
             yield {
                 "step": reading.step, "sequences": sequences, "tokens": batch.labels.numel(), "parameters": name,
-                "signal": mean.square().sum().item() - of_batch / BATCHES, "batch": of_batch, "sample": sample,
-                "bias": sum(bias[name]) / SAMPLED, "sample_over_batch": sample / of_batch,
-                "sample_by_batch": scatter[name], "draws": DRAWS, "batches": BATCHES,
+                "signal": mean - of_batch / BATCHES, "batch": of_batch, "sample": sample,
+                "bias": sum(bias[name]) / SAMPLED, "rounding": sum(rounding[name]) / SAMPLED,
+                "sample_over_batch": sample / of_batch, "sample_by_batch": scatter[name],
+                "draws": DRAWS, "batches": BATCHES,
             }  # fmt: skip
 
 
