@@ -1,4 +1,4 @@
-"""Other libraries' losses, variants of the CCE paper and `nothing`: losses that only benchmarks run. None has options.
+"""Other libraries' losses, and variants of the CCE paper: losses that only benchmarks run. None has options.
 
 They take too few versions or shapes to train with.
 
@@ -10,7 +10,6 @@ They take too few versions or shapes to train with.
   verl and Unsloth one module is imported, without the package around it, which wants Ray or changes transformers.
 * `paper/…`: this repository's kernels with the flags of the variants in Wijmans et al., "Cut Your Losses in
   Large-Vocabulary Language Models", ICLR 2025.
-* `nothing`: no loss at all, the floor of the host's time (benchmarks/kernels.py).
 """
 
 import logging
@@ -242,28 +241,7 @@ class PaperVariant(LossBackend):
         return self._loss(hidden_ND, weight_VD, labels_N), {}
 
 
-class _Uncomputed(torch.autograd.Function):
-    """Memory for a loss and its gradients, never written."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD)
-        return hidden_ND.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, _grad_loss: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
-
-
-class Nothing(LossBackend):
-    """No loss at all: what the host takes for it is the least that any autograd function in Python takes."""
-
-    def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return _Uncomputed.apply(hidden_ND, weight_VD), {}
-
-
 OTHER_LOSSES: dict[str, type[LossBackend]] = {
-    "nothing": Nothing,
     "compiled_max_autotune": CompiledMaxAutotune,
     "compiled_auto_chunker": CompiledAutoChunker,
     "liger_sm90": LigerSm90,

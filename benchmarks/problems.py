@@ -394,22 +394,6 @@ def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
     return forward_ms + backward_ms, backward_ms
 
 
-def host_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
-    """What the host takes to launch the forward and the backward pass of :func:`step`, from an idle device.
-
-    The host's clock, without waiting for a GPU. (On a CPU the host also computes.)
-    """
-    problem.clear_gradients()
-    synchronize(problem.device)
-    times = [time.perf_counter()]
-    mean_nats = forward(loss, problem)
-    times.append(time.perf_counter())
-    mean_nats.backward()
-    times.append(time.perf_counter())
-    synchronize(problem.device)
-    return 1e3 * (times[1] - times[0]), 1e3 * (times[2] - times[1])
-
-
 class _HostEvent:
     """What a torch.cuda.Event does, on a CPU."""
 

@@ -533,14 +533,6 @@ def test_rivals_with_gpu_kernels_are_refused_on_a_cpu(name):
         check_loss(LossConfig(name), CPU)
 
 
-def test_nothing_gives_memory_for_a_loss_and_both_gradients():
-    hidden_ND, weight_VD = (torch.randn(rows, 8, requires_grad=True) for rows in (4, 16))
-    output = build_loss(LossConfig("nothing"), device=CPU)(hidden_ND, weight_VD, torch.zeros(4, dtype=torch.long))
-    assert output.sum_nats.shape == ()
-    output.sum_nats.backward()
-    assert (hidden_ND.grad.shape, weight_VD.grad.shape) == (hidden_ND.shape, weight_VD.shape)
-
-
 @pytest.mark.parametrize("name", ["paper/cce_exact", "compiled_auto_chunker"])
 def test_rivals_that_run_here_are_exact(name):
     available_rival(name)

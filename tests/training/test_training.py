@@ -120,22 +120,6 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
     assert "loss=cce_filter computes every step exactly" in (run.directory.path / LOG).read_text()
 
 
-def test_the_sparsity_of_trained_models_is_profiled(small, command, tmp_path, data_cache):
-    run = fitted(small("trainer.max_steps=4", "size.vocab_size=640")).directory.path  # 512 in the data
-    out = tmp_path / "sparsity"
-    profile = ["study/sparsity.py", f"checkpoints=[{run}]", f"data.cache_dir={data_cache}"]
-    done = command(*profile, "max_tokens=400", f"output_dir={out}")
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads((out / "sparsity.json").read_text())
-    assert found["n_tokens"] <= 400
-    assert found["vocab_size"] == 640
-    assert found["share_above"]["all"] == sorted(found["share_above"]["all"])
-    assert found["share_above"]["all"][-1] > 0.99
-    most, *others = found["mass_of_first"].values()
-    assert all(1 / 32 < other[0] <= most[0] < most[1] < 1 and other[1] <= most[1] for other in others)
-    assert {path.name for path in out.iterdir()} == {f"sparsity.{ending}" for ending in ("json", "md", "png")}
-
-
 def test_the_loss_layer_is_measured_on_a_trained_models_hidden_states(
     small, command, command_here, tmp_path, data_cache
 ):

@@ -303,7 +303,7 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
 
 
 def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0) -> None:
-    """On a CPU, reject a model whose fp32 weights do not fit (for evaluation, generation, sparsity).
+    """On a CPU, reject a model whose fp32 weights do not fit (for evaluation and generation).
 
     Args:
         loss_bytes: bytes that the loss holds in addition.
