@@ -12,7 +12,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +27,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.problems import KINDS, Problem, make_problem, parse_shape, peak_bytes, time_ms
-from linrnn.config import cli
+from benchmarks.problems import KINDS, Problem, extra_mib, make_problem, parse_shape, time_ms
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option
 from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
-from linrnn.runs.environment import command_line
-from linrnn.training.runtime import resolve_device
 
 BEFORE, NOW, PLAIN = "before", "now", "now, launches alone"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "metrics": {"return_metrics": True},
 }  # fmt: skip
 SEED = 0
-Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -97,13 +93,14 @@ def launches_alone() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def measure(config: BenchConfig, before: ModuleType, device: torch.device, run: str) -> Iterator[list[Row]]:
-    versions: dict[str, tuple[ModuleType, Context]] = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
+def measure(config: BenchConfig, before: ModuleType, record: common.Record) -> Iterator[list[Row]]:
+    """The rows of each shape and each of its options."""
+    versions: dict[str, tuple[ModuleType, Any]] = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
     if config.plain:
         versions[PLAIN] = (cce_kernels, launches_alone)
     shuffled = random.Random(SEED).sample
     for text in config.shapes:
-        problem = make_problem(parse_shape(text), config.logits, torch.bfloat16, device, SEED)
+        problem = make_problem(parse_shape(text), config.logits, torch.bfloat16, record.device, SEED)
         for options in config.options:
             calls = {name: partial(call, *of, problem, options) for name, of in versions.items()}
             found = {}
@@ -115,16 +112,19 @@ def measure(config: BenchConfig, before: ModuleType, device: torch.device, run: 
             ms: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(config.rounds):
                 for name in shuffled([*calls], len(calls)):
-                    ms[name].append(time_ms(calls[name], device))
+                    ms[name].append(time_ms(calls[name], record.device))
             yield [
-                row(text, options, name, run, ms[name], ms[BEFORE], equal[name], memory(problem, action, device))
+                Row(
+                    text, options, name, record.id, median(ms[name]), *common.ratio_to(ms[name], ms[BEFORE], SEED),
+                    equal[name], extra_mib(action, problem), ms[name],
+                )
                 for name, action in calls.items()
-            ]
+            ]  # fmt: skip
         del calls, action
-        common.free(device)
+        common.free(record.device)
 
 
-def call(of: ModuleType, context: Context, problem: Problem, options: str) -> torch.Tensor:
+def call(of: ModuleType, context: Any, problem: Problem, options: str) -> torch.Tensor:
     problem.clear_gradients()
     with context():
         found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, problem.labels_N, **OPTIONS[options])
@@ -133,33 +133,17 @@ def call(of: ModuleType, context: Context, problem: Problem, options: str) -> to
     return loss.detach()
 
 
-def memory(problem: Problem, action: Any, device: torch.device) -> float | None:
-    problem.clear_gradients()
-    peak = peak_bytes(action, device)
-    return None if peak is None else (peak - problem.gradient_bytes) / 2**20
-
-
-def row(
-    shape: str, options: str, label: str, run: str, ms: list[float], base: list[float], equal: bool, mib: float | None
-) -> Row:
-    return Row(shape, options, label, run, median(ms), *common.ratio_to(ms, base, SEED), equal, mib, ms)
-
-
-def run_benchmark(config: BenchConfig, command: str) -> None:
+def run_benchmark(config: BenchConfig) -> None:
     """Measure every shape. Its rows are written as soon as it is done."""
-    if unknown := set(config.options) - set(OPTIONS):
-        raise ConfigError(f"options: there is no {', '.join(sorted(unknown))}", f"choose {', '.join(OPTIONS)}")
-    directory, device = common.results_directory(config, "bench_before_after"), resolve_device(config.device)
+    common.check_known("options", config.options, [*OPTIONS])
     with tempfile.TemporaryDirectory() as folder:
         before = load(Path(config.before), Path(folder))
-        run = common.begin_run(directory, command, config)["id"]
-        for rows in measure(config, before, device, run):
-            common.append_rows(directory, rows)
+        record = common.Record(config, "bench_before_after")
+        for rows in measure(config, before, record):
+            record.add(*rows)
             times = ", ".join(f"{row.label} {row.ms:.2f} ms ({row.ratio:.3f})" for row in rows)
-            say(
-                f"{rows[0].shape}, {rows[0].options}: {times}"
-                + ("" if all(row.equal for row in rows) else ", bits differ")
-            )
+            bits = "" if all(row.equal for row in rows) else ", bits differ"
+            say(f"{rows[0].shape}, {rows[0].options}: {times}{bits}")
 
 
 # --------------------------------------------------------------------------------------------------------- the page
@@ -176,17 +160,11 @@ COLUMNS: common.Columns = {
 }
 
 
-def write_report(directory: Path) -> Sequence[Path]:
+def write_report(directory: Path) -> list[Path]:
     """Write before_after.md from the last row of every shape, options and version; returns its path."""
     rows = common.last_rows(directory, Row, key=lambda row: (row.shape, row.options, row.label))
     return common.write_report(directory, "before_after", "Two versions of the kernels", {"Calls": rows}, COLUMNS)
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line())
-    common.say_written(write_report(common.results_directory(config, "bench_before_after")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_before_after", __doc__)
+    common.run("bench_before_after", __doc__, run_benchmark, write_report)

@@ -9,7 +9,7 @@ stop after `seconds`.
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.problems import DTYPES, Shape, make_problem, parse_shape, relative_error, without_tf32
-from linrnn.config import cli
+from benchmarks.problems import DTYPES, Shape, Solution, make_problem, parse_shape, relative_error, solve, without_tf32
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option as key
-from linrnn.core.errors import ConfigError, as_reason
+from linrnn.core.errors import as_reason
 from linrnn.core.output import say
-from linrnn.runs.environment import command_line
-from linrnn.training.runtime import resolve_device
+from linrnn.losses.base import IGNORE_INDEX
 
 BOUND = 1.05  # the largest ratio to the bar that bf16 may have
 SAMPLED = 128  # rows of dE, and as many rows of dC
-BLOCK_ELEMENTS = 2**26  # logits at a time
-IGNORE_INDEX = -100
 LossFunction = Callable[..., Any]  # the kernels' linear_cross_entropy
 SHAPES = (
     *("257x203x5003", "2048x2048x32000", "1024x2048x50304", "5120x1000x50304", "8192x768x50257", "1000x1536x100277"),
@@ -132,6 +128,7 @@ def read_rows(directory: Path) -> list[Row]:
 class Case:
     """The tensors of a call: e (N, D), c (V, D), bias (V,) or None, and every row's label, weight and LSE's weight."""
 
+    call: Call
     e: Tensor
     c: Tensor
     bias: Tensor | None
@@ -163,67 +160,25 @@ def make_case(shape: Shape, call: Call, dtype: torch.dtype, device: torch.device
     drawn = torch.randperm(shape.v, generator=random, device=device)[: SAMPLED * 3 // 4]
     entries = torch.cat((drawn, problem.labels_N[: SAMPLED // 4])).unique()
     lse_weight = 1e-2 / shape.n if "return_lse" in call.keywords else 0.0
-    leaves = problem.hidden_ND, problem.weight_VD
-    return Case(*leaves, bias, labels, target, weight, lse_weight, rows, entries)
+    return Case(call, problem.hidden_ND, problem.weight_VD, bias, labels, target, weight, lse_weight, rows, entries)
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The loss, sampled rows of dE and dC, and all of dbias."""
-
-    loss: float
-    e: Tensor
-    c: Tensor
-    bias: Tensor | None
-
-
-@torch.no_grad()
-def solve(case: Case, call: Call, dtype: torch.dtype, operand: torch.dtype | None) -> Solution:
-    """The call in `dtype`, a block of rows at a time. The gradient of the logits is rounded to `operand`, if given."""
-    e, c = case.e.to(dtype), case.c.to(dtype)
-    softcap, smoothing, z_loss = (call.keywords.get(x, 0.0) for x in ("softcap", "label_smoothing", "z_loss"))
-    n_rows, vocab = len(e), len(c)
-    loss = torch.zeros((), dtype=torch.float64, device=e.device)
-    grad_e, grad_c = torch.zeros_like(e), torch.zeros_like(c[case.entries])
-    grad_bias = None if case.bias is None else torch.zeros(vocab, dtype=dtype, device=e.device)
-    sampled = torch.zeros(n_rows, dtype=torch.bool, device=e.device)
-    sampled[case.rows] = True
-    for first in range(0, n_rows, max(1, BLOCK_ELEMENTS // vocab)):
-        block = slice(first, min(n_rows, first + max(1, BLOCK_ELEMENTS // vocab)))
-        z = e[block] @ c.T
-        if case.bias is not None:
-            z += case.bias.to(dtype)
-        if softcap:
-            z = softcap * torch.tanh(z / softcap)
-        lse = z.logsumexp(dim=1)
-        target, weight = case.target[block], case.weight[block].to(dtype)
-        place = target.clamp(min=0)[:, None]
-        row_loss = lse - (1 - smoothing) * z.gather(1, place)[:, 0] - smoothing * z.mean(dim=1) + z_loss * lse.square()
-        loss += (weight.double() * row_loss.double()).sum() + case.lse_weight * lse.double().sum()
-        dz = (z - lse[:, None]).exp_() * (weight * (1 + 2 * z_loss * lse) + case.lse_weight)[:, None]
-        dz -= (weight * smoothing / vocab)[:, None]
-        dz.scatter_add_(1, place, -(1 - smoothing) * weight[:, None])
-        if softcap:
-            dz *= 1 - (z / softcap).square()
-        if operand is not None:
-            # The factor of all rows is not part of the rounding: fp16 has no room for 1 / N.
-            largest = case.weight.max().to(dtype)
-            dz = (dz / largest).to(operand).to(dtype) * largest
-        here = sampled[block]
-        grad_e[block][here] = dz[here] @ c
-        grad_c += dz[:, case.entries].T @ e[block]
-        if grad_bias is not None:
-            grad_bias += dz.sum(dim=0)
-    return Solution(loss.item(), grad_e[case.rows], grad_c, grad_bias)
+def solved(case: Case, dtype: torch.dtype, operand: torch.dtype | None = None) -> Solution:
+    """The call in `dtype`: the loss, sampled rows of dE and dC, and all of dbias."""
+    options = {name: case.call.keywords.get(name, 0.0) for name in ("softcap", "label_smoothing", "z_loss")}
+    return solve(
+        case.e, case.c, case.target, case.weight, dtype, operand,
+        bias_V=case.bias, lse_weight=case.lse_weight, rows=case.rows, entries=case.entries, **options,
+    )  # fmt: skip
 
 
-def computed(loss: LossFunction, case: Case, call: Call) -> tuple[Solution, list[Tensor]]:
+def computed(loss: LossFunction, case: Case) -> tuple[Solution, list[Tensor]]:
     """The call of `loss`; and its whole results, to compare bits."""
     for leaf in (case.e, case.c, case.bias):
         if leaf is not None:
             leaf.grad = None
-    buffer = torch.zeros(case.c.shape, device=case.c.device) if call.main_grad else None
-    found = loss(case.e, case.c, case.labels, bias=case.bias, main_grad_c=buffer, **call.keywords)
+    buffer = torch.zeros(case.c.shape, device=case.c.device) if case.call.main_grad else None
+    found = loss(case.e, case.c, case.labels, bias=case.bias, main_grad_c=buffer, **case.call.keywords)
     total = found[0] + case.lse_weight * found[1].sum() if isinstance(found, tuple) else found
     if total.dim():
         total = (total.double() * case.weight[: len(total)]).sum()
@@ -236,22 +191,13 @@ def computed(loss: LossFunction, case: Case, call: Call) -> tuple[Solution, list
     return Solution(total.item(), case.e.grad[case.rows], grad_c[case.entries], grad_bias), whole
 
 
-def fp32_logits(case: Case, call: Call, dtype: torch.dtype) -> Solution:
-    """The bar. Its gradients are rounded to those dtypes that the kernels return."""
-    with without_tf32():
-        found = solve(case, call, torch.float32, dtype)
-    grad_c = found.c if call.main_grad else found.c.to(dtype)
-    return Solution(found.loss, found.e.to(dtype), grad_c, None if found.bias is None else found.bias.to(dtype))
-
-
 def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: torch.device, run: str = "") -> Row:
     """The row of one call. A failure of the kernels is a row, too. A ValueError is a refusal."""
-    call = CALLS[name]
-    row = Row(shape.name, shape.n, shape.d, shape.v, dtype, name, run)
-    case = make_case(shape, call, DTYPES[dtype], device)
+    row, of = Row(shape.name, shape.n, shape.d, shape.v, dtype, name, run), DTYPES[dtype]
+    case = make_case(shape, CALLS[name], of, device)
     try:
-        got, bits = computed(loss, case, call)
-        again = computed(loss, case, call)[1]
+        got, bits = computed(loss, case)
+        again = computed(loss, case)[1]
     except ValueError as error:
         row.status, row.reason = "refused", str(error)
         return row
@@ -260,46 +206,41 @@ def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: tor
         return row
     row.same_bits = all(torch.equal(a, b) for a, b in zip(bits, again, strict=True))
     del bits, again
-    truth = solve(case, call, torch.float64, None)
-    bar = fp32_logits(case, call, DTYPES[dtype])
+    truth = solved(case, torch.float64)
+    with without_tf32():
+        bar = solved(case, torch.float32, of)  # its gradients are rounded to those dtypes that the kernels return
     row.loss_err = abs(got.loss - truth.loss) / abs(truth.loss)
-    row.de_err, row.dc_err = relative_error(got.e, truth.e), relative_error(got.c, truth.c)
-    row.de_ratio = row.de_err / relative_error(bar.e, truth.e)
-    row.dc_ratio = row.dc_err / relative_error(bar.c, truth.c)
-    if got.bias is not None and truth.bias is not None and bar.bias is not None:
-        row.dbias_err = relative_error(got.bias, truth.bias)
-        row.dbias_ratio = row.dbias_err / relative_error(bar.bias, truth.bias)
+    row.de_err = relative_error(got.hidden_ND, truth.hidden_ND)
+    row.dc_err = relative_error(got.weight_VD, truth.weight_VD)
+    bar_c = bar.weight_VD if case.call.main_grad else bar.weight_VD.to(of)
+    row.de_ratio = row.de_err / relative_error(bar.hidden_ND.to(of), truth.hidden_ND)
+    row.dc_ratio = row.dc_err / relative_error(bar_c, truth.weight_VD)
+    if got.bias_V is not None and truth.bias_V is not None and bar.bias_V is not None:
+        row.dbias_err = relative_error(got.bias_V, truth.bias_V)
+        row.dbias_ratio = row.dbias_err / relative_error(bar.bias_V.to(of), truth.bias_V)
     return row
 
 
 # ------------------------------------------------------------------------------------------------------ the grid
-def calls_of(shapes: Sequence[Shape], options: Sequence[str], dtypes: Sequence[str]) -> list[tuple[Shape, str, str]]:
-    """Every call of the grid, all shapes of one kind of kernel in a row, so that kernels compile once."""
-    return [
+def run_benchmark(config: BenchConfig) -> None:
+    """Certify one call after another. A row is written as soon as its call is certified."""
+    common.check_known("options", config.options, [*CALLS])
+    common.check_known("dtypes", config.dtypes, [*DTYPES])
+    calls = [  # all shapes of one kind of kernel in a row, so that kernels compile once
         (shape, option, dtype)
-        for dtype in dtypes
-        for option in options
-        for shape in shapes
+        for dtype in config.dtypes
+        for option in config.options
+        for shape in map(parse_shape, config.shapes)
         if dtype != "fp32" or shape.n * shape.d * shape.v <= LARGEST_IN_FP32
     ]
-
-
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
-    """Certify one call after another. A row is written as soon as its call is certified."""
-    for name, known in (("options", CALLS), ("dtypes", DTYPES)):
-        if wrong := [one for one in getattr(config, name) if one not in known]:
-            raise ConfigError(f"{name}: {', '.join(wrong)} is not known", f"choose from {', '.join(known)}")
-    calls = calls_of([*map(parse_shape, config.shapes)], config.options, config.dtypes)
-    device, directory = resolve_device(config.device), common.results_directory(config, "certificate")
-    run_id = common.begin_run(directory, command, config)["id"]
-    began = time.monotonic()
+    record, began = common.Record(config, "certificate"), time.monotonic()
     for number, (shape, option, dtype) in enumerate(calls, start=1):
         if time.monotonic() - began > config.seconds:
             left = len(calls) - number + 1
             say(f"{config.seconds:g} seconds are over: {left} of {len(calls)} calls are not certified")
             return
-        row = certify(linear_cross_entropy, shape, option, dtype, device, run_id)
-        common.append_rows(directory, [row], FILE)
+        row = certify(linear_cross_entropy, shape, option, dtype, record.device, record.id)
+        record.add(row, name=FILE)
         say(f"[{number}/{len(calls)}] {shape.name} {dtype} {option}: {row.reason or f'{row.worst:.3f}'}")
 
 
@@ -327,11 +268,5 @@ def write_report(directory: Path) -> list[Path]:
     return common.write_report(directory, "certificate", "Accuracy report of the loss", {heading: rows}, COLUMNS)
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(write_report(common.results_directory(config, "certificate")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "certificate", __doc__)
+    common.run("certificate", __doc__, run_benchmark, write_report)

@@ -17,22 +17,21 @@ import numpy as np
 import torch
 
 from benchmarks.other_losses import OTHER_LOSSES
-from linrnn.config import load_config, nearest
+from linrnn.config import cli, load_config, nearest
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
-from linrnn.core.files import whole_lines, write_text
+from linrnn.core.files import write_text
 from linrnn.core.machine import slug
 from linrnn.core.output import say
 from linrnn.core.tables import Table, show
 from linrnn.losses import loss_names
 from linrnn.report.plot_style import COLOURS, GREY, LOSSES, in_words, legend_below, looks, loss_of, save, subplots
-from linrnn.runs.environment import describe_environment
+from linrnn.runs.environment import command_line, describe_environment
 from linrnn.runs.origins import commit_in_words
 from linrnn.training.runtime import device_name, resolve_device
 
 AnyRow = TypeVar("AnyRow")
 RESAMPLES = 2000  # of interval_of_median
-Say = Callable[[str], None]  # shows a line to the user
 
 
 # ----------------------------------------------------------------------------------------------------------- keys
@@ -46,23 +45,17 @@ class Keys:
     output_dir: str | None = option(None, "or to this directory", path="written")
 
 
-def parse_loss(text: str) -> LossConfig:
-    """`name [option=value …]`, as in `liger accumulate=fp32`: a loss of linrnn or of benchmarks.other_losses.
+def run(
+    name: str, description: str, measure: Callable[[Any], object], report: Callable[[Path], Sequence[Path]]
+) -> None:
+    """The command line of a benchmark: measure, unless `measure=false`, then write page and pictures."""
 
-    Raises:
-        ConfigError: an unknown name or option. The message offers the nearest ones.
-    """
-    name, *options = text.split()
-    names = [*loss_names(), *OTHER_LOSSES]
-    if name not in names:
-        raise ConfigError(
-            f"{name}: there is no such loss", f"nearest: {', '.join(nearest(name, names))}; all: {', '.join(names)}"
-        )
-    if name in OTHER_LOSSES:
-        if options:
-            raise ConfigError(f"{text}: {name} has no options", f"write {name}")
-        return LossConfig(name)
-    return load_config([f"loss={name}", *(f"loss.{option}" for option in options)]).loss
+    def main(config: Any) -> None:
+        if config.measure:
+            measure(config)
+        say("wrote " + ", ".join(map(str, report(results_directory(config, name)))))
+
+    cli.run(main, name, description)
 
 
 def results_directory(config: Keys, benchmark: str) -> Path:
@@ -72,27 +65,49 @@ def results_directory(config: Keys, benchmark: str) -> Path:
     return Path(config.results_dir) / benchmark / slug(device_name(resolve_device(config.device)))
 
 
-def status_and_reason(error: Exception) -> tuple[str, str]:
-    """What a row says of a loss that failed: its status (unsupported | out_of_memory | failed), and why."""
-    if isinstance(error, UnsupportedError):
-        return "unsupported", as_reason(error)
-    memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
-    return "out_of_memory" if memory else "failed", as_reason(error)
+def parse_loss(text: str) -> LossConfig:
+    """`name [option=value …]`, as in `liger accumulate=fp32`: a loss of linrnn or of benchmarks.other_losses.
+
+    Raises:
+        ConfigError: an unknown name or option. The message offers the nearest ones.
+    """
+    name, *options = text.split()
+    if name not in OTHER_LOSSES:
+        check_known("losses", [name], [*loss_names(), *OTHER_LOSSES])
+        return load_config([f"loss={name}", *(f"loss.{option}" for option in options)]).loss
+    if options:
+        raise ConfigError(f"{text}: {name} has no options", f"write {name}")
+    return LossConfig(name)
 
 
-def attempt(row: Any, device: torch.device, action: Callable[[], None]) -> bool:
-    """Whether an action succeeded. A failure is a result, and stands in the row."""
+def check_known(key: str, chosen: Sequence[str], known: Sequence[str]) -> None:
+    """Reject a choice that there is not.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    if unknown := [name for name in chosen if name not in known]:
+        near = f"nearest: {', '.join(nearest(unknown[0], known))}; " if len(known) > 5 else ""
+        raise ConfigError(f"{key}: {', '.join(unknown)} is not known", f"{near}choose from {', '.join(known)}")
+
+
+def attempt(row: Any, device: torch.device, action: Callable[[], object]) -> bool:
+    """Whether an action succeeded. A failure is a result: the row's status and reason say what it was."""
     try:
         action()
         return True
     except Exception as error:
-        row.status, row.reason = status_and_reason(error)
+        failed(row, error)
     free(device)  # the error held the tensors of its frames
     return False
 
 
-def say_written(paths: Sequence[Path]) -> None:
-    say("wrote " + ", ".join(map(str, paths)))
+def failed(row: Any, error: Exception) -> None:
+    """Say in a row why it has no figures."""
+    memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
+    row.status = "out_of_memory" if memory else "failed"
+    row.status = "unsupported" if isinstance(error, UnsupportedError) else row.status
+    row.reason = as_reason(error)
 
 
 def free(device: torch.device) -> None:
@@ -103,28 +118,42 @@ def free(device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- files
-def begin_run(directory: Path, command: str, config: Any) -> dict[str, Any]:
-    """Add a new run to runs.jsonl, and return it: its id, command, configuration and environment."""
-    run_id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"  # noqa: TID251  a label
-    run = {"id": run_id, "command": command, "config": asdict(config), "environment": describe_environment()}
-    _append(directory / "runs.jsonl", [run])
-    return run
+class Record:
+    """One call of a benchmark: its device, and the directory and id of its rows. It adds itself to runs.jsonl."""
+
+    def __init__(self, config: Keys, benchmark: str) -> None:
+        self.directory, self.device = results_directory(config, benchmark), resolve_device(config.device)
+        self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"  # noqa: TID251  a label
+        self.run = {"id": self.id, "command": command_line(), "config": asdict(config)}
+        self.run["environment"] = describe_environment()
+        _append(self.directory / "runs.jsonl", [self.run])
+
+    def add(self, *rows: Any, name: str = "rows.jsonl") -> None:
+        """Add rows to a file."""
+        _append(self.directory / name, [asdict(row) for row in rows])
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Add lines. The file is whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    write_text(path, before + "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _read(path: Path, make: Callable[[dict[str, Any]], AnyRow]) -> list[AnyRow]:
+    """What each line of a file holds; nothing where there is no file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [make(json.loads(line)) for line in lines]
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path} has a line that is none of this benchmark's ({error})", "mend the line, or move the file away"
+        ) from error
 
 
 def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
     """The runs of runs.jsonl by id."""
-    path = directory / "runs.jsonl"
-    try:
-        return {run["id"]: run for run in map(json.loads, _lines(path))}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(
-            f"{path} has a line that is no run ({error})", "mend the line, or move the file away"
-        ) from error
-
-
-def append_rows(directory: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> None:
-    """Add rows to a file."""
-    _append(directory / name, [asdict(row) for row in rows])
+    return dict(_read(directory / "runs.jsonl", lambda run: (run["id"], run)))
 
 
 def last_rows(
@@ -135,15 +164,9 @@ def last_rows(
     Raises:
         DataError: nothing was measured, or the file is damaged.
     """
-    path = directory / name
-    if not path.exists():
+    rows = _read(directory / name, lambda row: row_type(**row))
+    if not rows:
         raise DataError(f"no rows under {directory}", "measure them first: measure=true")
-    try:
-        rows = [row_type(**json.loads(line)) for line in _lines(path)]
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"{path} has a line that is no row ({error})", "mend the line, or move the file away"
-        ) from error
     return list({key(row): row for row in rows}.values())
 
 
@@ -153,24 +176,6 @@ def grouped(rows: Sequence[AnyRow], key: Callable[[AnyRow], Hashable]) -> list[l
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file; none where it does not exist. A last line that was cut off is left out."""
-    return whole_lines(path.read_bytes()).decode().splitlines() if path.exists() else []
-
-
-def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    """Add records. A last line that was cut off (by a full disk or a kill) would swallow the first, so it goes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.seek(0)
-        before = file.read()
-        whole = whole_lines(before)
-        if len(whole) < len(before):
-            file.truncate(len(whole))
-        file.write(whole[len(before) :])  # the end that a last line lacks
-        file.write("".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 # ---------------------------------------------------------------------------------------------------------- pages
@@ -215,25 +220,30 @@ def write_report(
         ran = [row for row in rows if row.status == "ok"]
         failed = [f"* `{row.label}`: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
         lines += [f"## {heading}", "", *([*table(columns, ran), ""] if ran else []), *failed, *([""] if failed else [])]
-    runs = read_runs(directory)
-    used = sorted({row.run for rows in sections.values() for row in rows} & runs.keys())
-    page = directory / f"{name}.md"
-    write_text(page, "\n".join([*lines, *runs_section([runs[run] for run in used])]))
-    return [page, *drawn]
-
-
-def runs_section(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The commands, commits, devices and versions behind a page."""
-    lines = ["## Runs", ""]
-    for number, run in enumerate(runs, start=1):
+    lines += ["## Runs", ""]
+    used = {row.run for rows in sections.values() for row in rows}
+    for number, run in enumerate((run for run in read_runs(directory).values() if run["id"] in used), start=1):
         environment = run["environment"]
-        device = ", ".join(gpu["name"] for gpu in environment["gpus"]) or environment["cpu"]
-        if driver := environment["gpu_driver"]:
+        device = ", ".join(_devices(environment))
+        if driver := environment.get("gpu_driver"):
             device += f", driver {driver}"
         packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
         what = f"commit {commit_in_words(environment['git'])}, {device}, Python {environment['python']}, {packages}"
         lines.append(f"{number}. `{run['command']}`: {what}")
-    return [*lines, ""]
+    page = directory / f"{name}.md"
+    write_text(page, "\n".join([*lines, ""]))
+    return [page, *drawn]
+
+
+def _devices(environment: Mapping[str, Any]) -> list[str]:
+    return [gpu["name"] for gpu in environment["gpus"]] or [environment["cpu"]]
+
+
+def devices_of(directory: Path) -> str:
+    """The names of the GPUs, or of the CPUs, on which the rows of a directory were measured."""
+    return ", ".join(
+        dict.fromkeys(name for run in read_runs(directory).values() for name in _devices(run["environment"]))
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- picture
@@ -272,13 +282,6 @@ def bars(panels: Mapping[str, tuple[str, Bars]], title: str, note: str = "", at:
     figure.suptitle(title)
     legend_below(figure, lines if len(series) > 1 else {}, note)
     return figure
-
-
-def devices_of(directory: Path) -> str:
-    """The names of the GPUs, or of the CPUs, on which the rows of a directory were measured."""
-    found = [run["environment"] for run in read_runs(directory).values()]
-    names = dict.fromkeys(name for one in found for name in [gpu["name"] for gpu in one["gpus"]] or [one["cpu"]])
-    return ", ".join(map(str, names))
 
 
 def save_picture(figure: Any, path: Path) -> Path:

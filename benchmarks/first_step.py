@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from linrnn.config import CONFIG_DIR, cli, last_of_each, load_config
+from linrnn.config import CONFIG_DIR, last_of_each, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
 from linrnn.core.errors import LinrnnError
@@ -27,7 +27,6 @@ from linrnn.core.tables import show
 from linrnn.data import prepare
 from linrnn.models.facts import model_in_words
 from linrnn.runs.directory import ENVIRONMENT
-from linrnn.runs.environment import command_line
 from linrnn.runs.intervals import estimate
 from linrnn.runs.origins import read_processes
 
@@ -103,21 +102,20 @@ def read_rows(directory: Path) -> list[Row]:
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> None:
+def run_benchmark(config: BenchConfig) -> None:
     """Measure every line `repeats` times. A run's row is written as soon as its first step has ended."""
     runs = {line: load_config([*line.split(), f"device={config.device}"]) for line in config.lines}
     for run in runs.values():
         prepare(run.data)
-    directory = common.results_directory(config, "bench_first_step")
-    run_id = common.begin_run(directory, command, config)["id"]
+    record = common.Record(config, "bench_first_step")
     planned = list(runs.items()) * config.repeats
     for number, (line, run) in enumerate(planned, start=1):
-        row = _measure(line, run, run_id, number, say)
-        common.append_rows(directory, [row])
+        row = _measure(line, run, record.id, number)
+        record.add(row)
         say(f"{number} of {len(planned)}, {run.model.name} {run.size.name}: first step after {row.seconds:.1f} s")
 
 
-def _measure(line: str, run: Config, run_id: str, number: int, say: common.Say) -> Row:
+def _measure(line: str, run: Config, run_id: str, number: int) -> Row:
     """Start a run, and end it after its first step."""
     with tempfile.TemporaryDirectory() as scratch:
         own = [
@@ -127,16 +125,12 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: common.Say) 
         caches = {name: f"{scratch}/{name.lower()}" for name in CACHES}
         began = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, str(TRAIN), *last_of_each([*line.split(), *own])],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            [sys.executable, str(TRAIN), *last_of_each([*line.split(), *own])], text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **caches, "PYTHONUNBUFFERED": "1"},
-        )
+        )  # fmt: skip
         try:
-            seconds = _until_first_step(process, line, say) - began
+            seconds = _until_first_step(process, line) - began
         finally:
             process.kill()
             process.wait()
@@ -148,16 +142,15 @@ def _measure(line: str, run: Config, run_id: str, number: int, say: common.Say) 
     return Row(line, *names, run_id, number, round(seconds, 2), record["seconds_to"], **counts)
 
 
-def _until_first_step(process: "subprocess.Popen[str]", line: str, say: common.Say) -> float:
+def _until_first_step(process: "subprocess.Popen[str]", line: str) -> float:
     """The time at which the process prints that its first step has ended."""
     assert process.stdout is not None
     lines: list[str] = []
     for printed in process.stdout:
         if printed.startswith(FIRST_STEP):
             return time.perf_counter()
-        lines.append(printed.rstrip("\n"))
-    for printed in lines[-LAST_LINES:]:
-        say(f"  {printed}")
+        lines.append(f"  {printed.rstrip()}")
+    say("\n".join(lines[-LAST_LINES:]))
     failure = LinrnnError(
         f"lines: the run of {line!r} ended with exit code {process.wait()} before the end of its first step",
         "mend what its last lines above name, and call the benchmark again",
@@ -176,33 +169,17 @@ def write_report(directory: Path) -> list[Path]:
     for own in common.grouped(read_rows(directory), key=lambda row: (row.run, row.line)):
         found = estimate([row.seconds for row in own], ratios=False)
         figures = f"{found.value:.1f} s ({common.interval(found.low, found.high, '.1f')}), n = {found.n}"
-        sections[f"{own[0].run}: {_title(own[0])}: {figures}: `{own[0].line}`"] = own
+        model = f"{model_in_words(own[0].model)} {own[0].size}, {own[0].loss}"
+        sections[f"{own[0].run}: {model}: {figures}: `{own[0].line}`"] = own
     stages = {words: partial(_end_of, stage) for stage, words in STAGES.items()}
-    kernels = {name: f"{name}:d" for name in CHOICES}
-    columns: common.Columns = {"run": "number:d", **stages, **kernels}
+    columns: common.Columns = {"run": "number:d", **stages, **{name: f"{name}:d" for name in CHOICES}}
     title = "Seconds to the end of the first step, without compiled kernels"
     return common.write_report(directory, "first_step", title, sections, columns)
-
-
-def _title(row: Row) -> str:
-    """Model, size and loss, and the last words of further keys: `rwkv7 350m, cce_kahan, kernel_choices=first`."""
-    told = ("model=", "model.config=", "size=", "loss=", "data", "trainer.batch_size=", "trainer.seq_len=")
-    words = row.line.split()
-    of_fla = [word.removeprefix("model.config=") for word in words if word.startswith("model.config=")]
-    rest = [word.removeprefix("trainer.").removeprefix("model.options.") for word in words if not word.startswith(told)]
-    return ", ".join([f"{model_in_words((of_fla or [row.model])[0])} {row.size}, {row.loss}", *rest])
 
 
 def _end_of(stage: str, row: Row) -> str:
     return show(row.at(stage), ".1f")
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    directory = common.results_directory(config, "bench_first_step")
-    common.say_written(write_report(directory))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_first_step", __doc__)
+    common.run("bench_first_step", __doc__, run_benchmark, write_report)

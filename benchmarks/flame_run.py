@@ -21,14 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option
 from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.report.plot_style import WIDTH, in_words, legend_below, looks, subplots
-from linrnn.runs.environment import command_line
 
 LAST_LINES = 60  # of a run that fails; half of them are the launcher's
 SWITCH = "flame_cce"  # the module that a user starts in place of flame.train
@@ -155,22 +153,19 @@ def write_config(config: BenchConfig, loss: str, source: Path, folder: Path) -> 
     return path
 
 
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+def run_benchmark(config: BenchConfig) -> list[Row]:
     """Train with every loss. A loss's rows are written when its run has ended."""
     source = Path(config.flame).resolve()
     if not (source / "flame" / "train.py").exists():
         raise ConfigError(f"flame: {source} holds no flame/train.py", "git clone https://github.com/fla-org/flame")
-    if unknown := set(config.losses) - set(LOSSES):
-        raise ConfigError(f"losses: there is no {', '.join(sorted(unknown))}", f"choose {', '.join(LOSSES)}")
-    directory = common.results_directory(config, "bench_flame")
-    run_id, measured = common.begin_run(directory, command, config)["id"], []
+    common.check_known("losses", config.losses, [*LOSSES])
+    record, measured = common.Record(config, "bench_flame"), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(config, folder)
         paths = os.pathsep.join([name, str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
         for loss in config.losses:
-            path = write_config(config, loss, source, folder)
-            log = directory / f"{loss}.log"
+            path, log = write_config(config, loss, source, folder), record.directory / f"{loss}.log"
             say(f"{loss}: flame trains, its output goes to {log}")
             with log.open("w", encoding="utf-8") as output:
                 exit_code = subprocess.run(
@@ -179,11 +174,10 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
                 ).returncode  # fmt: skip
             printed = log.read_text(encoding="utf-8")
             if exit_code or (f"{CHECK} True" in printed) != (loss == "cce_kahan"):
-                for line in printed.splitlines()[-LAST_LINES:]:
-                    say(f"  {line}")
+                say("\n".join(printed.splitlines()[-LAST_LINES:]))
                 raise LinrnnError(f"losses: flame's run with {loss} failed", f"mend what {log} names")
-            rows = logged(folder / loss / "tb", loss, run_id)
-            common.append_rows(directory, rows)
+            rows = logged(folder / loss / "tb", loss, record.id)
+            record.add(*rows)
             measured += rows
             say(f"{loss}: {rows[0].nats:.4f} nats at step 1, {rows[-1].nats:.4f} at step {rows[-1].step}")
     return measured
@@ -257,11 +251,5 @@ def write_report(directory: Path) -> list[Path]:
     return common.write_report(directory, "flame", title, {"Runs": lines}, COLUMNS, {"flame": figure})
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(write_report(common.results_directory(config, "bench_flame")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_flame", __doc__)
+    common.run("bench_flame", __doc__, run_benchmark, write_report)

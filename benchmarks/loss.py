@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
 from benchmarks.loss_pictures import kind_in_words, of_libraries, on_named_shapes, shape_in_words
-from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_for, rows_path
+from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_path
 from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
 from linrnn.config import cli
 from linrnn.config.compose import add_command
@@ -37,7 +37,7 @@ from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.output import say
 from linrnn.core.tables import show
 from linrnn.losses import LossBackend, build_loss
-from linrnn.runs.environment import command_line, gpu_state
+from linrnn.runs.environment import gpu_state
 from linrnn.training.runtime import resolve_device, synchronize
 
 SEED = 0  # of weights, data, order and bootstrap
@@ -88,7 +88,6 @@ class BenchConfig(common.Keys, ReadingConfig):
     dtype: str = option("bf16", "bf16 | fp32: dtype of the products", choices=("bf16", "fp32"))
     rounds: int = option(30, "timed calls of every backend, in shuffled order", minimum=2)
     warmup: int = option(2, "calls before the timed ones, for compiling and tuning kernels", minimum=1)
-    resume: bool = option(False, "true: skip problems that the same commit, versions and GPU have measured")
 
 
 add_command("bench_loss", BenchConfig)
@@ -144,7 +143,7 @@ class Setting:
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every backend on every problem, and return the rows. They go to `results_directory`."""
     config, device = completed(config), resolve_device(config.device)
     assert config.shapes is not None
@@ -152,7 +151,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
     assert config.logits is not None
     assert config.gradients is not None
     assert config.batches is not None
-    directory = common.results_directory(config, "bench_loss")
     texts = [BASELINE, f"{BASELINE} {AGAIN}", *config.backends]
     losses = {text: common.parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}
     shapes, trained = [problems.parse_shape(shape) for shape in config.shapes], None
@@ -161,7 +159,7 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         shapes = [trained.shape]
     dtypes = [{"same": config.dtype, "fp32": "fp32"}[name] for name in config.gradients]
     settings = list(dict.fromkeys(Setting(shape, config.dtype, own, trained) for shape in shapes for own in dtypes))
-    run = common.begin_run(directory, command, config)
+    record = common.Record(config, "bench_loss")
     measured: list[Row] = []
     for number, setting in enumerate(settings, start=1):
         torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
@@ -170,11 +168,8 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
         for kind in config.logits:
             title = f"[{number}/{len(settings)}] {shape_in_words(setting.row(kind, ''))}, {kind}, {setting.dtype}, "
             title += f"gradients {setting.gradients}, {device.type}"
-            if config.resume and _is_measured(setting, kind, losses, directory, run):
-                say(f"{title}: measured already by this commit and these versions")
-                continue
             say(title)
-            bench = Bench(config, setting, kind, losses, built, device, directory, run["id"], say)
+            bench = Bench(config, setting, kind, losses, built, record)
             measured += bench.measure()
             ran = [row for row in bench.rows if row.status == "ok"]
             say("\n".join([*common.table({name: COLUMNS[name] for name in _SHOWN}, ran), *_refused(bench.rows)]))
@@ -183,18 +178,6 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
 
 def _refused(rows: list[Row]) -> list[str]:
     return [f"{row.label}: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
-
-
-def _is_measured(
-    setting: Setting, kind: str, losses: dict[str, LossConfig], directory: Path, run: dict[str, Any]
-) -> bool:
-    """Whether every entry has a finished row that the same code, versions and GPU made."""
-    runs = common.read_runs(directory)
-    rows = rows_for(run["config"]["set"], read_rows(rows_path(directory)))
-    found = [rows.get(setting.row(kind, text, loss=loss).key) for text, loss in losses.items()]
-    done = [runs[row.run] for row in found if row is not None and row.status != "started" and row.run in runs]
-    same = all(one["environment"] == run["environment"] for one in done)
-    return len(done) == len(losses) and same and not (run["environment"]["git"] or {}).get("dirty")
 
 
 @dataclass
@@ -218,10 +201,7 @@ class Bench:
     kind: str
     losses: dict[str, LossConfig]
     built: dict[str, LossBackend]  # what the other problems of this setting have built
-    device: torch.device
-    directory: Path
-    run: str
-    say: common.Say
+    record: common.Record
     rows: list[Row] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
@@ -240,21 +220,21 @@ class Bench:
             try:
                 new = text not in self.built
                 if new:
-                    self.built[text] = build_loss(loss_config, device=self.device, dtype=problem.compute_dtype)
+                    self.built[text] = build_loss(loss_config, device=self.record.device, dtype=problem.compute_dtype)
                 loss = self.built[text]
                 _record_errors(row, loss, problem, truth, bar, self.config.warmup)
                 row.first_call_s = row.first_call_s if new else None
                 self._record_sum(row, partial(_weight_gradient, loss), summed_VD)
                 _record_memory(row, loss, problem)
             except Exception as error:  # a backend's failure is a result
-                row.status, row.reason = common.status_and_reason(error)
+                common.failed(row, error)
             else:
                 self.entries.append(Entry(row, loss))
                 if remark := loss.remark(row.n, row.d, row.v, problem.compute_dtype):
-                    self.say(f"  {remark}")
+                    say(f"  {remark}")
             problem.clear_gradients()
             done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
-            self.say(f"  {row.label}: {done}")
+            say(f"  {row.label}: {done}")
             self._save()
         del truth, summed_VD
         seeds = range(1, _ROTATING_PROBLEMS) if problems.fits_cache(problem) else []
@@ -265,14 +245,14 @@ class Bench:
         return self.rows
 
     def _problem(self, batch: int = 0, seed: int = SEED) -> Problem:
-        return self.setting.problem(self.kind, self.device, seed, batch)
+        return self.setting.problem(self.kind, self.record.device, seed, batch)
 
     def _row(self, text: str, loss: LossConfig | None = None) -> Row:
-        self.rows.append(self.setting.row(self.kind, text, self.run, loss, self.config.set))
+        self.rows.append(self.setting.row(self.kind, text, self.record.id, loss, self.config.set))
         return self.rows[-1]
 
     def _save(self) -> None:
-        merge_rows(rows_path(self.directory), self.rows)
+        merge_rows(rows_path(self.record.directory), self.rows)
 
     def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
         """Gradients of the weight, added up over the batches; None for a single batch."""
@@ -304,7 +284,7 @@ class Bench:
         try:
             three_products = [problems.three_products(problem) for problem in turns]
         except torch.OutOfMemoryError as error:  # N x V does not fit
-            floor.status, floor.reason = common.status_and_reason(error)
+            common.failed(floor, error)
         graphs = {id(entry): self._graphs(entry, turns) for entry in self.entries}
         one_ms: list[float] = []
         three_ms: list[float] = []
@@ -328,14 +308,14 @@ class Bench:
                     problem.clear_gradients()
                     collect_after(1)
                 if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
-                    if reading := gpu_state(self.device):
+                    if reading := gpu_state(self.record.device):
                         clocks.append(reading)
                     self._record(floor, np.array(one_ms), np.array(three_ms), clocks)
                     left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
-                    self.say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
+                    say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
 
     def _job(self, times: list[float], action: Callable[[], object]) -> Callable[[], None]:
-        return lambda: times.append(problems.time_ms(action, self.device))
+        return lambda: times.append(problems.time_ms(action, self.record.device))
 
     def _try(self, owner: Entry | None, job: Callable[[], None]) -> None:
         """Run a job. If it fails, its entry takes part in no later job, and its row says why."""
@@ -345,9 +325,9 @@ class Bench:
             try:
                 job()
             except Exception as error:
-                owner.row.status, owner.row.reason = common.status_and_reason(error)
+                common.failed(owner.row, error)
                 self.entries = [entry for entry in self.entries if entry is not owner]
-                self.say(f"  {owner.row.label}: {owner.row.reason}")
+                say(f"  {owner.row.label}: {owner.row.reason}")
 
     def _record(self, floor: Row, one_ms: np.ndarray, three_ms: np.ndarray, clocks: list[dict[str, Any]]) -> None:
         """Write the rounds so far into all rows, and the rows to their file."""
@@ -534,8 +514,8 @@ def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
 
 def main(config: BenchConfig) -> None:
     if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(report_set(config))
+        run_benchmark(config)
+    say("wrote " + ", ".join(map(str, report_set(config))))
 
 
 if __name__ == "__main__":

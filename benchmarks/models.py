@@ -9,8 +9,7 @@ the first step of the optimizer, when all losses have the same weights. Weights 
 
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
 from benchmarks.problems import DTYPES
-from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -38,8 +36,6 @@ from linrnn.losses import check_loss
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, filters
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models import tuning
-from linrnn.runs.environment import command_line
-from linrnn.training.runtime import resolve_device
 
 KAHAN = "cce_kahan"
 OWN = "standard"  # the model's own loss: transformers' ForCausalLMLoss on logits
@@ -173,21 +169,18 @@ def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[N
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every loss in every model. A model's rows are written as soon as it is done."""
-    directory, device = common.results_directory(config, "bench_models"), resolve_device(config.device)
     losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
-    models = [parse_model(text) for text in config.models]
-    run_id = common.begin_run(directory, command, config)["id"]
-    measured: list[Row] = []
-    for number, (name, overrides, batch, seq) in enumerate(models, start=1):
-        begin = time.perf_counter()
-        with tuning.show_progress(), tuning.during(f"{name} ({number} of {len(models)})"):
-            rows = Bench(config, name, overrides, batch, seq, device).measure(losses, run_id)
-        common.append_rows(directory, rows)
+    models, measured = [parse_model(text) for text in config.models], []
+    record = common.Record(config, "bench_models")
+    for model in models:
+        with tuning.show_progress(), tuning.during(model[0]):
+            rows = Bench(config, *model, record.device).measure(losses, record.id)
+        record.add(*rows)
         measured += rows
-        common.free(device)
-        say(f"{rows[0].model}, {batch} x {seq} tokens: {time.perf_counter() - begin:.0f} s")
+        common.free(record.device)
+        say(f"{rows[0].model}, {rows[0].batch} x {rows[0].seq} tokens")
         for row in rows:
             say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
     return measured
@@ -206,18 +199,18 @@ class Bench:
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.ids = torch.randint(self.model.config.get_text_config().vocab_size, (batch, seq), device=device)
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=fused)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
 
     def measure(self, losses: dict[str, LossConfig], run_id: str) -> list[Row]:
         """A row for each loss: values with the same weights first, then warm-up and memory, then the rounds."""
-        config, (batch, seq) = self.config, self.ids.shape
         vocab, width = self.model.get_output_embeddings().weight.shape
         parameters = sum(p.numel() for p in self.model.parameters())
-        sizes = batch, seq, width, vocab, config.dtype, config.checkpointing
+        batch, seq = self.ids.shape
+        sizes = batch, seq, width, vocab, self.config.dtype, self.config.checkpointing
         rows = {text: Row(self.name, parameters, *sizes, text, run_id) for text in losses}
+        shuffled = random.Random(SEED).sample
 
-        def each(action: Callable[[Row], None], order: Sequence[str]) -> None:
+        def each(action: Callable[[Row], None], order: Iterable[str] = rows) -> None:
             """Run an action with each loss that still runs, put into the model."""
 
             def put_in(row: Row) -> None:
@@ -230,14 +223,10 @@ class Bench:
                 collect_after(1)
 
         with collected_at_known_points():
-            each(self._first_values, [*rows])
-            each(self._warm_up, [*rows])
-            running = [text for text, row in rows.items() if row.status == "ok"]
-            shuffle = random.Random(SEED).shuffle
-            for _ in range(config.rounds):
-                order = list(running)
-                shuffle(order)
-                each(self._turn, order)
+            each(self._first_values)
+            each(self._warm_up)
+            for _ in range(self.config.rounds):
+                each(self._turn, shuffled([*rows], len(rows)))
         for row in (row for row in rows.values() if row.status == "ok"):
             row.rounds = len(row.rounds_ms)
             row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(row.rounds_ms, (0.25, 0.5, 0.75)))
@@ -318,12 +307,11 @@ def write_report(directory: Path) -> list[Path]:
         times[name] = {row.loss: row.step_ms for row in own if row.step_ms is not None}
         memory[name] = {row.loss: row.peak_gib for row in own if row.peak_gib is not None}
     panels = {"ms a step": (".0f", times), "peak memory, GiB": (".1f", memory)}
+    drawn = {axis: panel for axis, panel in panels.items() if any(panel[1].values())}
     note = f"{common.devices_of(directory)}, forward, backward and AdamW. {OWN}: the loss of transformers, on logits."
-    drawn = {axis: (form, bars) for axis, (form, bars) in panels.items() if any(bars.values())}
     pictures = {"models": common.bars(drawn, _finding(times, memory), note)} if drawn else {}
-    return common.write_report(
-        directory, "models", "Training steps of Hugging Face models", sections, COLUMNS, pictures
-    )
+    title = "Training steps of Hugging Face models"
+    return common.write_report(directory, "models", title, sections, COLUMNS, pictures)
 
 
 def _finding(times: common.Bars, memory: common.Bars) -> str:
@@ -339,11 +327,5 @@ def _finding(times: common.Bars, memory: common.Bars) -> str:
     )
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(write_report(common.results_directory(config, "bench_models")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_models", __doc__)
+    common.run("bench_models", __doc__, run_benchmark, write_report)

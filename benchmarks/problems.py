@@ -28,7 +28,7 @@ from linrnn.training.runtime import synchronize
 HALF_IGNORED, TRAINED = "half_ignored", "trained"
 KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where a checkpoint is named
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_BLOCK_ROWS = 1024  # rows of logits at a time
+BLOCK_ELEMENTS = 2**26  # logits at a time
 _PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
 _ALIGNED = 64  # tokens of the vocabulary
 _GRAPH_WARMUP = 2
@@ -162,16 +162,17 @@ def make_problem(
 # ---------------------------------------------------------------------------------------------------------- truth
 @dataclass(frozen=True)
 class Solution:
-    """Mean loss in nats and its two gradients."""
+    """A loss in nats and its gradients: dE, dC (all rows, or those that were asked for) and of a bias."""
 
     loss: float
     hidden_ND: Tensor
     weight_VD: Tensor
+    bias_V: Tensor | None = None
 
 
 def truth_of(problem: Problem) -> Solution:
-    """The solution in fp64, from the problem's rounded tensors."""
-    return _solve(problem, torch.float64, torch.float64)
+    """The mean loss in fp64, from the problem's rounded tensors."""
+    return solve(problem.hidden_ND, problem.weight_VD, problem.labels_N, _mean(problem), torch.float64)
 
 
 def fp32_logits_of(problem: Problem) -> Solution:
@@ -179,10 +180,18 @@ def fp32_logits_of(problem: Problem) -> Solution:
 
     Products are IEEE fp32 (no TF32). Gradients are rounded once, to the leaves' dtype.
     """
+    tensors = problem.hidden_ND, problem.weight_VD, problem.labels_N, _mean(problem)
     with without_tf32():
-        solved = _solve(problem, torch.float32, problem.compute_dtype)
+        solved = solve(*tensors, torch.float32, problem.compute_dtype)
     dtype = problem.hidden_ND.dtype
     return Solution(solved.loss, solved.hidden_ND.to(dtype), solved.weight_VD.to(dtype))
+
+
+def _mean(problem: Problem) -> Tensor:
+    """Weights of the rows, (N,), for the mean over the labels that count."""
+    if not problem.n_counted:
+        raise ConfigError("every label of this shape is ignored", "use more tokens, or other logits=…")
+    return (problem.labels_N != IGNORE_INDEX).double() / problem.n_counted
 
 
 @contextlib.contextmanager
@@ -197,35 +206,66 @@ def without_tf32() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _solve(problem: Problem, dtype: torch.dtype, operand: torch.dtype) -> Solution:
-    """The solution in `dtype`, a block of rows at a time. Only (softmax - onehot) is rounded to `operand`."""
-    weight = problem.weight_VD.to(dtype)
-    grad_hidden, grad_weight, loss = [], torch.zeros_like(weight), 0.0
-    n = problem.n_counted
-    if not n:
-        raise ConfigError("every label of this shape is ignored", "use more tokens, or other logits=…")
-    blocks = zip(problem.hidden_ND.split(_BLOCK_ROWS), problem.labels_N.split(_BLOCK_ROWS), strict=True)
-    for leaf, labels in blocks:
-        hidden = leaf.to(dtype)
-        ignored = labels == IGNORE_INDEX
-        labels = labels.masked_fill(ignored, 0)
-        log_p = torch.log_softmax(hidden @ weight.T, dim=-1)
-        own = log_p.gather(1, labels[:, None])[:, 0].masked_fill(ignored, 0)
-        loss -= own.double().sum().item() / n
-        grad_logits = log_p.exp_()
-        grad_logits[torch.arange(len(labels), device=labels.device), labels] -= 1
-        grad_logits = grad_logits.masked_fill_(ignored[:, None], 0).to(operand).to(dtype)
-        grad_hidden.append(grad_logits @ weight)
-        grad_weight.addmm_(grad_logits.T, hidden)
-    return Solution(loss, torch.cat(grad_hidden).div_(n), grad_weight.div_(n))
+def solve(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    counts_N: Tensor,
+    dtype: torch.dtype,
+    operand: torch.dtype | None = None,
+    *,
+    bias_V: Tensor | None = None,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    lse_weight: float = 0.0,
+    rows: Any = slice(None),
+    entries: Any = slice(None),
+) -> Solution:
+    """The weighted sum of the rows' losses in `dtype`, a block of rows at a time.
+
+    Args:
+        counts_N: fp64, how much each row counts; 0 for an ignored label.
+        operand: the dtype to which the gradient of the logits is rounded; None: not rounded.
+        lse_weight: how much every row's log-sum-exp counts in addition.
+        rows, entries: indices of the rows of dE and dC that are returned.
+    """
+    e, c = hidden_ND.to(dtype), weight_VD.to(dtype)
+    loss, vocab, largest = 0.0, len(c), counts_N.max().to(dtype)
+    grad_e, grad_c = torch.zeros_like(e), torch.zeros_like(c[entries])
+    grad_bias = None if bias_V is None else torch.zeros(vocab, dtype=dtype, device=e.device)
+    wanted, size = torch.zeros(len(e), dtype=torch.bool, device=e.device), max(1, BLOCK_ELEMENTS // vocab)
+    wanted[rows] = True
+    for first in range(0, len(e), size):
+        block = slice(first, first + size)
+        here = wanted[block]
+        z = e[block] @ c.T
+        if bias_V is not None:
+            z += bias_V.to(dtype)
+        if softcap:
+            z = softcap * torch.tanh(z / softcap)
+        lse, counts, place = z.logsumexp(dim=1), counts_N[block].to(dtype), labels_N[block].clamp(min=0)[:, None]
+        nats = lse - (1 - label_smoothing) * z.gather(1, place)[:, 0] + z_loss * lse.square()
+        if label_smoothing:
+            nats -= label_smoothing * z.mean(dim=1)
+        loss += ((counts.double() * nats.double()).sum() + lse_weight * lse.double().sum()).item()
+        dz = (z - lse[:, None]).exp_().mul_((counts * (1 + 2 * z_loss * lse) + lse_weight)[:, None])
+        dz -= (counts * label_smoothing / vocab)[:, None]
+        dz.scatter_add_(1, place, -(1 - label_smoothing) * counts[:, None])
+        if softcap:
+            dz *= 1 - (z / softcap).square()
+        if operand is not None:  # the factor of all rows is not part of the rounding: fp16 has no room for 1 / N
+            dz = (dz / largest).to(operand).to(dtype) * largest
+        grad_e[block][here] = dz[here] @ c
+        grad_c += dz[:, entries].T @ e[block]
+        if grad_bias is not None:
+            grad_bias += dz.sum(dim=0)
+    return Solution(loss, grad_e[rows], grad_c, grad_bias)
 
 
 def relative_error(got: Tensor, true: Tensor) -> float:
     """Relative Frobenius error, a block of rows at a time."""
-    squared = sum(
-        (g.double() - t).square().sum()
-        for g, t in zip(got.split(_BLOCK_ROWS * 16), true.split(_BLOCK_ROWS * 16), strict=True)
-    )
+    squared = sum((g.double() - t).square().sum() for g, t in zip(got.split(2**14), true.split(2**14), strict=True))
     return float((squared / true.square().sum()) ** 0.5)
 
 
@@ -428,6 +468,13 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None
     action()
     synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def extra_mib(action: Callable[[], object], problem: Problem) -> float | None:
+    """The peak of a forward and backward pass beyond inputs and gradients; None on a CPU."""
+    problem.clear_gradients()
+    peak = peak_bytes(action, problem.device)
+    return None if peak is None else (peak - problem.gradient_bytes) / 2**20
 
 
 def fits_cache(problem: Problem) -> bool:

@@ -14,13 +14,13 @@ replays hand out the same gradients again. A turn therefore begins with one more
 
 import contextlib
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from benchmarks.steps_rows import (
     read_rows,
 )
 from benchmarks.training_step import TrainingStep, random_batch
-from linrnn.config import cli, load_config
+from linrnn.config import load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, FlaModelConfig, LossConfig, MarkovDataConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -54,8 +54,7 @@ from linrnn.losses import LossBackend, build_loss, check_loss
 from linrnn.models import build_model, tuning
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import Stopwatch
-from linrnn.profiling.graphs import GraphCounter, in_words
-from linrnn.runs.environment import command_line, gpu_state
+from linrnn.runs.environment import gpu_state
 from linrnn.training.execution.compilation import compile_kernels, rehearse, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
@@ -67,7 +66,6 @@ from linrnn.training.starting import Weights, find_weights
 LEARNING_RATE = 1e-8
 SEED = 0  # of weights, data and order
 SETTLE = 1  # untimed steps of a turn, in which the allocator gets used to the loss
-Step = Callable[[], None]
 _AT_1B3 = "size=1b3 trainer.batch_size=8 trainer.seq_len=2048 trainer.activation_checkpointing=full"
 _MODELS = [f"model={name} {_AT_1B3}" for name in ("gla", "transformer", "kda", "gated_deltanet")]
 _GROUPS = ("model", "size", "optimizer", "data")
@@ -116,6 +114,29 @@ add_command("bench_steps", BenchConfig)
 
 
 # ------------------------------------------------------------------------------------------------- a line's meaning
+@dataclass(frozen=True)
+class Start:
+    """A line's configuration and what it names.
+
+    Attributes:
+        run: `size.vocab_size` is a number.
+        data: None: tokens are random.
+        weights: None: weights are random.
+    """
+
+    run: Config
+    data: PreparedData | None = None
+    weights: Weights | None = None
+
+    def batch(self, sequences: int) -> Batch:
+        """The first training batch of the data, in the order of `run.seed`, or random tokens. On the CPU."""
+        run, seq_len = self.run, self.run.trainer.seq_len
+        if self.data is None:
+            return random_batch(sequences, seq_len, run.size.vocab_size or 0, run.seed)
+        reset, order = run.data.reset_at_document, {"seq_len": seq_len, "batch_size": sequences, "seed": run.seed}
+        return next(BatchLoader(self.data.train, reset_at_document=reset, **order))
+
+
 def parse_line(text: str, device: str) -> Config:
     """The configuration of the run whose steps a line names. Its data have no meaning unless :func:`names_data`.
 
@@ -153,52 +174,22 @@ def names_data(line: str) -> bool:
     return any(key_of(word).split(".")[0] == "data" for word in line.split())
 
 
-@dataclass(frozen=True)
-class Start:
-    """A line's configuration and what it names.
-
-    Attributes:
-        run: `size.vocab_size` is a number.
-        data: None: tokens are random.
-        weights: None: weights are random.
-    """
-
-    run: Config
-    data: PreparedData | None = None
-    weights: Weights | None = None
-
-    @classmethod
-    def of(cls, line: str, run: Config) -> "Start":
-        """Its data are prepared, unless they were before."""
-        if not names_data(line):
-            return cls(run)
-        data = prepare(run.data)
-        weights = find_weights(run.init_from, data) if run.init_from else None
-        size = replace(run.size, vocab_size=run.size.vocab_size or data.vocab_size)
-        return cls(replace(run, size=size), data, weights)
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the model's vocabulary size."""
-        assert self.run.size.vocab_size is not None
-        return self.run.size.vocab_size
-
-    def batch(self, sequences: int) -> Batch:
-        """The first training batch of the data, in the order of `run.seed`, or random tokens. On the CPU."""
-        seed, seq_len = self.run.seed, self.run.trainer.seq_len
-        if self.data is None:
-            return random_batch(sequences, seq_len, self.vocab_size, seed)
-        reset = self.run.data.reset_at_document
-        loader = BatchLoader(self.data.train, seq_len=seq_len, batch_size=sequences, seed=seed, reset_at_document=reset)
-        return next(loader)
+def start_of(line: str, run: Config) -> Start:
+    """What a line starts from. Its data are prepared, unless they were before."""
+    if not names_data(line):
+        return Start(run)
+    data = prepare(run.data)
+    weights = find_weights(run.init_from, data) if run.init_from else None
+    size = replace(run.size, vocab_size=run.size.vocab_size or data.vocab_size)
+    return Start(replace(run, size=size), data, weights)
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every loss in every model. A model's rows are written as soon as it is done."""
     if not config.models:
         raise ConfigError("models=[] names no model", "leave models out, or use measure=false to write the page alone")
-    directory, device = common.results_directory(config, "bench_steps"), resolve_device(config.device)
+    device = resolve_device(config.device)
     losses = {" ".join(text.split()): common.parse_loss(text) for text in [BASELINE, *config.losses]}
     if config.batch_sizes and (len(config.batch_sizes) != len(losses) or min(config.batch_sizes) < 1):
         raise ConfigError(
@@ -209,11 +200,11 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
     sizes |= {AGAIN: sizes[BASELINE]} if sizes else {}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: common.parse_loss(BASELINE), **losses}
     lines = {" ".join(text.split()): parse_line(text, config.device) for text in config.models}
-    starts = {line: Start.of(line, run) for line, run in lines.items()}
+    starts = {line: start_of(line, run) for line, run in lines.items()}
     for run in lines.values():
         with contextlib.suppress(UnsupportedError):  # it becomes a row
             make_training_plan(run)
-    run_id = common.begin_run(directory, command, config)["id"]
+    record = common.Record(config, "bench_steps")
     measured: list[Row] = []
     with tuning.show_progress(say):
         for number, (line, start) in enumerate(starts.items(), start=1):
@@ -222,42 +213,33 @@ def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Ro
             rows = {
                 text: Row(
                     line, run.model.label, run.size.name, 0, sizes.get(text, run.trainer.batch_size),
-                    run.trainer.seq_len, run.size.hidden_size, start.vocab_size, precision, text, run_id, config.steps,
-                    weights=str(start.weights.directory) if start.weights else None,
+                    run.trainer.seq_len, run.size.hidden_size, run.size.vocab_size or 0, precision, text, record.id,
+                    config.steps, weights=str(start.weights.directory) if start.weights else None,
                     text=start.data.fingerprint if start.data else None,
                 )
                 for text in losses
             }  # fmt: skip
-            measure_line(config, start, rows, losses, device, say)
-            common.append_rows(directory, list(rows.values()))
+            measure_line(config, start, rows, losses, device)
+            record.add(*rows.values())
             measured += rows.values()
     return measured
 
 
 def measure_line(
-    config: BenchConfig,
-    start: Start,
-    rows: dict[str, Row],
-    losses: dict[str, LossConfig],
-    device: torch.device,
-    say: common.Say,
+    config: BenchConfig, start: Start, rows: dict[str, Row], losses: dict[str, LossConfig], device: torch.device
 ) -> None:
     """Fill the rows of one model. What cannot run is a row with the reason."""
     torch._dynamo.reset()  # the graphs of the line before, which also hold its model
     common.free(device)
-    began = time.perf_counter()
     built: list[Bench] = []
     for text, row in rows.items():
         common.attempt(row, device, partial(_check, start.run, losses[text], row))
     running = [row for row in rows.values() if row.status == "ok"]
     if running:
         batches = {row.batch for row in rows.values()}
-        common.attempt(running[0], device, lambda: built.append(Bench(config, start, device, say, batches)))
+        common.attempt(running[0], device, lambda: built.append(Bench(config, start, device, batches)))
     if built:
-        say(f"  built in {time.perf_counter() - began:.0f} s: {running[0].parameters:,} parameters")
-        if start.weights and start.weights.remark:
-            say(f"  {start.weights.remark}")
-        built.pop().measure({row.loss: row for row in running}, losses, say)
+        built.pop().measure({row.loss: row for row in running}, losses)
     else:  # without a model no loss can run
         for row in running:
             row.status, row.reason = running[0].status, running[0].reason
@@ -282,27 +264,25 @@ def _check(run: Config, loss: LossConfig, row: Row) -> None:
 class Bench:
     """One model, its optimizer and its batches, by their sequences. Kernels of the model are compiled."""
 
-    def __init__(
-        self, config: BenchConfig, start: Start, device: torch.device, say: common.Say, batches: Iterable[int]
-    ) -> None:
-        run = start.run
-        self.config, self.device, self.graphed = config, device, run.trainer.cuda_graph
+    def __init__(self, config: BenchConfig, start: Start, device: torch.device, batches: Iterable[int]) -> None:
+        run, trainer = start.run, start.run.trainer
+        self.config, self.device, self.graphed = config, device, trainer.cuda_graph
         plan = make_training_plan(run)
-        arch, trainer = plan.architecture(start.vocab_size), run.trainer
         self.dtype = compute_dtype(plan.precision)
         prepare_process(run, device)
         # A GPU draws the weights of the matched models, which is faster than a CPU.
         with contextlib.nullcontext() if isinstance(run.model, FlaModelConfig) else device:
-            model = build_model(arch, device=device, dtype=parameter_dtype(plan.precision), seed=run.seed)
+            arch, dtype = plan.architecture(run.size.vocab_size or 0), parameter_dtype(plan.precision)
+            model = build_model(arch, device=device, dtype=dtype, seed=run.seed)
         if trainer.float8 == "blocks":
             use_float8(model, device)
         model.set_activation_checkpointing(trainer.activation_checkpointing)
-        self.graphs = None
         if trainer.compile != "none":
             model.set_compile(trainer.compile)
-            self.graphs = GraphCounter()
         if start.weights:
             start.weights.load(model)
+            if start.weights.remark:
+                say(f"  {start.weights.remark}")
         optimizer = build_optimizer(model, run.optimizer, device)
         self.steps = {
             batch.input_ids.shape[0]: TrainingStep(
@@ -312,24 +292,23 @@ class Bench:
             for batch in map(start.batch, sorted(batches))
         }  # fmt: skip
         self.step = next(iter(self.steps.values()))  # for what all batches share
-        batch = self.step.batch
         if rehearses(run, device):
-            compile_kernels(lambda: rehearse(model, batch, plan.precision, device), device, say)
+            compile_kernels(lambda: rehearse(model, self.step.batch, plan.precision, device), device, say)
             self.step.drop_gradients()
             common.free(device)
         # The optimizer allocates its state at a rate of 0: a loss that fails cannot leave half of it.
-        self.set_rate(0.0)
+        self._set_rate(0.0)
         for parameter in self.step.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         self.step.drop_gradients()
-        self.set_rate(LEARNING_RATE)
+        self._set_rate(LEARNING_RATE)
 
-    def set_rate(self, rate: float) -> None:
+    def _set_rate(self, rate: float) -> None:
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
 
-    def measure(self, rows: dict[str, Row], losses: dict[str, LossConfig], say: common.Say) -> None:
+    def measure(self, rows: dict[str, Row], losses: dict[str, LossConfig]) -> None:
         """Fill the rows: values with the same weights first, then warm-up and memory, the rounds, the output layer."""
         backends: dict[str, LossBackend] = {}
 
@@ -345,24 +324,17 @@ class Bench:
                     self.step.drop_gradients()
                     common.free(self.device)
 
-        shuffle = random.Random(SEED).shuffle
+        shuffled = random.Random(SEED).sample
         with collected_at_known_points():
             for row in rows.values():
                 common.attempt(row, self.device, partial(build, row))
             each(self._first_values)
             each(self._warm_up)
-            for row in rows.values():
-                memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
-                if row.status == "ok":
-                    say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{memory}")
-            if self.graphs is not None:
-                say(f"  {in_words(self.graphs.report())}, the compiled loss's included")
             if remark := tuning.remark():
                 say(f"  {remark}")
             for number in range(1, self.config.rounds + 1):
-                began, order = time.perf_counter(), list(rows)
-                shuffle(order)
-                each(self._turn, order)
+                began = time.perf_counter()
+                each(self._turn, shuffled([*rows], len(rows)))
                 if number == 1:
                     say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
             if not self.graphed:  # nothing marks the output layer's begin inside a replay
@@ -370,12 +342,12 @@ class Bench:
         for row in rows.values():
             row.kernel_choices = (tuning.used() or {}).get("fingerprint")
 
-    def _step_of(self, loss: LossBackend, row: Row) -> Step:
+    def _step_of(self, loss: LossBackend, row: Row) -> Callable[[], None]:
         """A step with this loss. Where the line asks for a CUDA graph, the first step captures it."""
         step = self.steps[row.batch]
         return step.graphed(loss) if self.graphed else partial(step, loss)
 
-    def _steps(self, step: Step, count: int) -> None:
+    def _steps(self, step: Callable[[], None], count: int) -> None:
         """Consecutive steps, with Python's garbage collected after each, as in a run."""
         for _ in range(count):
             step()
@@ -400,16 +372,17 @@ class Bench:
         synchronize(self.device)
         if self.device.type == "cuda":
             row.peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
+        peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+        say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{peak}")
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        step = self._step_of(loss, row)
+        step, cuda, n = self._step_of(loss, row), self.device.type == "cuda", self.config.steps
         self._steps(step, SETTLE + self.graphed)
         state = gpu_state(self.device)  # the device still works: an idle GPU lowers its clock
         if state is not None and state["sm_mhz"] is not None:
             row.sm_mhz.append(state["sm_mhz"])
         synchronize(self.device)
-        cuda, n = self.device.type == "cuda", self.config.steps
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
         allocations = _allocations(self.device)
         began = time.perf_counter()
@@ -420,8 +393,7 @@ class Bench:
             event.record()
         given = time.perf_counter()
         synchronize(self.device)
-        ended = time.perf_counter()
-        row.wall_ms.append(1e3 * (ended - began) / n)
+        row.wall_ms.append(1e3 * (time.perf_counter() - began) / n)
         row.host_ms.append(1e3 * (given - began) / n)
         if cuda:
             row.device_ms.append(events[0].elapsed_time(events[1]) / n)
@@ -438,8 +410,7 @@ class Bench:
             collect_after(1)
         synchronize(self.device)
         row.loss_forward_ms, row.loss_backward_ms = (
-            1e3 * statistics.median(seconds[name] for seconds in clock.seconds)
-            for name in ("loss/forward", "loss/backward")
+            1e3 * median(seconds[name] for seconds in clock.seconds) for name in ("loss/forward", "loss/backward")
         )
 
 
@@ -462,7 +433,7 @@ def _to_eager(rows: list[Row]) -> Callable[[Row], str]:
 
 
 def _median(name: str) -> Callable[[Row], str]:
-    return lambda row: show(statistics.median(values) if (values := getattr(row, name)) else None, ".1f")
+    return lambda row: show(median(values) if (values := getattr(row, name)) else None, ".1f")
 
 
 def _heading(row: Row) -> str:
@@ -496,11 +467,5 @@ def write_report(directory: Path) -> list[Path]:
     return common.write_report(directory, "steps", "Training steps, the loss alone exchanged", sections, columns)
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(write_report(common.results_directory(config, "bench_steps")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_steps", __doc__)
+    common.run("bench_steps", __doc__, run_benchmark, write_report)

@@ -73,16 +73,14 @@ class Row:
     @property
     def loss_layer_ms(self) -> float | None:
         """Both passes of the output layer."""
-        if self.loss_forward_ms is None or self.loss_backward_ms is None:
-            return None
-        return self.loss_forward_ms + self.loss_backward_ms
+        forward, backward = self.loss_forward_ms, self.loss_backward_ms
+        return None if forward is None or backward is None else forward + backward
 
     @property
     def loss_layer_share(self) -> float | None:
         """Of the step's time."""
-        if self.loss_layer_ms is None or self.step_ms is None:
-            return None
-        return self.loss_layer_ms / self.step_ms
+        layer, step = self.loss_layer_ms, self.step_ms
+        return None if layer is None or step is None else layer / step
 
 
 def ratio_of(row: Row, base: Row | None) -> Estimate | None:

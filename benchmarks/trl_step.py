@@ -22,13 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.models import SEED, build_published, parse_model
 from benchmarks.problems import DTYPES
-from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import option
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
-from linrnn.runs.environment import command_line
-from linrnn.training.runtime import resolve_device
 
 TRL, OURS = "trl", "cce_kahan"
 
@@ -134,25 +131,24 @@ def train(config: BenchConfig, text: str, device: torch.device, run: str) -> lis
             utils._ChunkedLogProbFunction = own
     nats = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     times = {name: ms[name][config.warmup :] for name in ms}
-    rows = []
-    for head, head_ms in times.items():
-        rows.append(Row(
-            " ".join([name, *(f"{key}={value}" for key, value in overrides.items())]), batch, seq, vocab, config.dtype,
-            config.checkpointing, config.loss_type, head, run, len(head_ms), median(head_ms),
-            *common.ratio_to(head_ms, times[TRL], SEED),
-            peaks[head] / GIB if cuda else None, nats[order.index(head)], head_ms,
-        ))  # fmt: skip
-    return rows
+    label = " ".join([name, *(f"{key}={value}" for key, value in overrides.items())])
+    return [
+        Row(
+            label, batch, seq, vocab, config.dtype, config.checkpointing, config.loss_type, head, run, len(own),
+            median(own), *common.ratio_to(own, times[TRL], SEED), peaks[head] / GIB if cuda else None,
+            nats[order.index(head)], own,
+        )
+        for head, own in times.items()
+    ]  # fmt: skip
 
 
-def run_benchmark(config: BenchConfig, command: str, say: common.Say) -> list[Row]:
+def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every model. Its rows are written as soon as it is done."""
-    directory, device = common.results_directory(config, "bench_trl"), resolve_device(config.device)
-    run, measured = common.begin_run(directory, command, config)["id"], []
+    record, measured = common.Record(config, "bench_trl"), []
     for text in config.models:
-        rows = train(config, text, device, run)
-        common.append_rows(directory, rows)
-        common.free(device)
+        rows = train(config, text, record.device, record.id)
+        record.add(*rows)
+        common.free(record.device)
         measured += rows
         say(f"{rows[0].problem}: " + ", ".join(f"{row.label} {row.step_ms:.1f} ms" for row in rows))
     return measured
@@ -177,11 +173,5 @@ def write_report(directory: Path) -> list[Path]:
     return common.write_report(directory, "trl", "Steps of TRL's SFTTrainer", sections, COLUMNS)
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config, command_line(), say)
-    common.say_written(write_report(common.results_directory(config, "bench_trl")))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_trl", __doc__)
+    common.run("bench_trl", __doc__, run_benchmark, write_report)

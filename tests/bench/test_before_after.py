@@ -18,7 +18,8 @@ DOUBLED = (
 
 
 def measured(before: Path, folder: Path) -> list[dict]:
-    before_after.main(load_config([*SMALL, f"before={before}", f"output_dir={folder}"], "bench_before_after"))
+    before_after.run_benchmark(load_config([*SMALL, f"before={before}", f"output_dir={folder}"], "bench_before_after"))
+    before_after.write_report(folder)
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 

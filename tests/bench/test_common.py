@@ -1,13 +1,12 @@
-"""What a benchmark's row says of a loss that failed, and rows that were cut off."""
+"""What a benchmark's row says of a loss that failed, and that its files stay whole."""
 
-import os
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.common import append_rows, last_rows, status_and_reason
-from linrnn.core.errors import OutOfMemoryError, UnsupportedError
+from benchmarks.common import attempt, last_rows
+from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -22,27 +21,18 @@ from linrnn.core.errors import OutOfMemoryError, UnsupportedError
     ],
 )
 def test_a_failure_has_one_status_in_all_benchmarks(error, status):
-    found, reason = status_and_reason(error)
-    assert found == status
-    assert reason
-    assert "\n" not in reason
+    def fail() -> None:
+        raise error
+
+    row = SimpleNamespace()
+    assert not attempt(row, torch.device("cpu"), fail)
+    assert row.status == status
+    assert row.reason
+    assert "\n" not in row.reason
 
 
-@dataclass
-class _Row:
-    number: int
-
-
-@pytest.mark.parametrize(("missing", "kept"), [(1, [1, 2]), (4, [1]), (14, [1])])
-def test_a_row_that_was_cut_off_swallows_no_later_row(missing, kept, tmp_path):
-    """A full disk or a kill cuts it off. A row that lacks its line end alone is whole."""
-    append_rows(tmp_path, [_Row(1), _Row(2)])
-    file = tmp_path / "rows.jsonl"
-    os.truncate(file, file.stat().st_size - missing)
-
-    def numbers() -> list[int]:
-        return [row.number for row in last_rows(tmp_path, _Row, lambda row: row.number)]
-
-    assert numbers() == kept
-    append_rows(tmp_path, [_Row(3)])
-    assert numbers() == [*kept, 3]
+@pytest.mark.parametrize("line", ['{"name": "a", "valu', "3"])
+def test_a_damaged_line_is_refused(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(line)
+    with pytest.raises(DataError, match="has a line that is none"):
+        last_rows(tmp_path, SimpleNamespace, str)

@@ -22,7 +22,7 @@ def test_both_heads_give_the_same_loss_and_trls_own_is_put_back(tmp_path, loss_t
     )
     small = [f"models=['{LLAMA}']", "rounds=2", "warmup=1", "dtype=fp32", "device=cpu", f"loss_type={loss_type}"]
     config = load_config([*small, f"output_dir={tmp_path}"], "bench_trl")
-    theirs, ours = trl_step.run_benchmark(config, "python benchmarks/trl_step.py", lambda _: None)
+    theirs, ours = trl_step.run_benchmark(config)
     assert utils._ChunkedLogProbFunction is own
     assert len(calls) == 3, "one call in each step of ours, none in TRL's"
     assert (theirs.label, ours.label, theirs.rounds, theirs.ratio) == ("trl", "cce_kahan", 2, 1.0)

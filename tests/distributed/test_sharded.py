@@ -235,38 +235,31 @@ def test_what_fsdp_cannot_cut_is_refused_once(small, tmp_path):
 
 def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     overrides = (
-        "device=cpu", "collective_mib=[0,1]", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab]",
-        "strong=[ddp]", "batch_size=2", "seq_len=80", "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}",
-        "part=all", "blocks_together=2", "keep_gathered=true", "repeats=2",
+        "device=cpu", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab,ddp]", "batch_size=2", "seq_len=80",
+        "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}", "blocks_together=2", "keep_gathered=true",
+        "repeats=2",
     )  # fmt: skip
     log = tmp_path / "log"
     ranks = start_ranks(list(overrides), 2, log, script="benchmarks/parallel.py")
     assert ended(ranks, seconds=120) == [0, 0], output(log, 2)
-    content = json.loads((tmp_path / "cpu-x2-all.json").read_text())
-    assert [(row["operation"], row["mib"]) for row in content["collectives"]] == [
-        (operation, mib) for mib in (0, 1) for operation in ("all_reduce", "all_gather", "reduce_scatter")
-    ]
-    for row in content["collectives"]:
-        sent = (2 if row["operation"] == "all_reduce" else 1) * row["mib"] * 2**20 / 2
-        assert row["gb_per_second"] == (pytest.approx(sent / row["ms"] / 1e6) if row["mib"] else None)
-    [loss] = content["loss"]
+    [loss], steps = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("loss", "steps")
+    )
     assert loss["error_hidden"] < 1e-2
     assert loss["error_weight"] < 1e-2
-    gathering = [(row["blocks_together"], row["keep_gathered"]) for row in content["steps"]]
-    assert gathering == [(1, False), (2, True), (1, False)]
-    assert "| gla smoke | vocab, 2 blocks together, kept | weak | 2 | 2 |" in (tmp_path / "cpu.md").read_text()
-    kinds = [(row["parallel"], row["scaling"], row["sequences_of_rank"]) for row in content["steps"]]
-    assert kinds == [("none", "alone", 2), ("vocab", "weak", 2), ("ddp", "strong", 1)]
-    for row in content["steps"]:
-        tokens = row["ranks"] * row["sequences_of_rank"] * 80
-        assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
+    assert [(row["parallel"], row["scaling"], row["repeat"]) for row in steps] == [
+        (*of, repeat) for repeat in (1, 2) for of in (("none", "alone"), ("vocab", "weak"), ("ddp", "weak"))
+    ]
+    assert [(row["blocks_together"], row["keep_gathered"]) for row in steps[:3]] == [(1, False), (2, True), (1, False)]
+    for row in steps:
         assert row["host_ms"] > 0
-        assert len(row["times_ms"]) == len(row["host_times_ms"]) == 2
-        assert row["host_ms"] == pytest.approx(sum(row["host_times_ms"]) / 2), "the median of two"
-        assert len(row["efficiencies"]) == (0 if row["parallel"] == "none" else 2)
-    assert "| gla smoke | ddp | strong | 2 | 1 |" in (tmp_path / "cpu.md").read_text()
-    (tmp_path / "cpu-x2.json").write_text(json.dumps(content | {"loss": []}))  # another run
+        alone = next(one for one in steps if one["parallel"] == "none" and one["repeat"] == row["repeat"])
+        speed = None if row is alone else pytest.approx(alone["step_ms"] / row["step_ms"])
+        assert row["efficiency"] == speed
+    page = (tmp_path / "steps.md").read_text()
+    assert "| gla smoke | vocab, 2 blocks together, kept | weak | 2 | 2 |" in page
     again = command("benchmarks/parallel.py", "measure=false", f"output_dir={tmp_path}")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert (tmp_path / "cpu.md").read_text().count("| gla smoke | ddp | strong | 2 | 1 |") == 2
-    assert (tmp_path / "cpu.md").read_text().count("| 64 × 32 × 203 | 2 |") == 1
+    assert (tmp_path / "steps.md").read_text() == page
+    assert (tmp_path / "loss.md").read_text().count("| 64 × 32 × 203 | 2 |") == 1

@@ -22,7 +22,7 @@ from linrnn.config.grids import sweep_points
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|linrnn|make|torchrun|pip|source|git) \S", re.MULTILINE)
-ENTRY = re.compile(r"^    (?:cli\.)?run(_plain)?\(main(?:, \"(\w+)\")?", re.MULTILINE)
+ENTRY = re.compile(r"^    (?:cli\.|common\.)?run(_plain)?\((?:main)?(?:, )?(?:\"(\w+)\")?", re.MULTILINE)
 START = re.compile(r"^    start\(\"(\w+)\"\)", re.MULTILINE)
 # Commands of other programs, literally: this test cannot check them.
 FIXED = {
