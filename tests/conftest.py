@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 from forked import ROOT, Popen, run_elsewhere, start, start_server, use_server
+from frozen import freeze
 from interpreted import ON, Interpreter
 
 from linrnn.config import compose, last_of_each
@@ -76,12 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look at what the imports have made, for half a second each time.
+    """In a worker the garbage collector looks at old objects a tenth as often as by default: few of them are garbage.
 
-    In a worker it looks at old objects a tenth as often as by default: few of them are garbage. Tests on a GPU run
-    in one process, where garbage may hold much of the GPU's memory.
+    Tests on a GPU run in one process, where garbage may hold much of the GPU's memory.
     """
-    gc.freeze()
+    freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         gc.set_threshold(700, 10, 100)
     gc.enable()

@@ -4,6 +4,7 @@ import gc
 from importlib import import_module
 
 import torch
+from frozen import freeze
 from tqdm import tqdm
 
 from linrnn.config import load_config
@@ -33,5 +34,5 @@ tqdm.monitor_interval = 0  # the compiler's progress bar must not start a thread
 # The first use of the compiler takes a second. No gradients: with a CUDA build of torch, also without a GPU, tracing a
 # backward pass starts threads. No process forked from this one could then run a backward pass.
 torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
-gc.freeze()  # a collection in a fork would look at all of this and copy its pages
+freeze()  # a collection in a fork would also copy its pages
 gc.enable()
