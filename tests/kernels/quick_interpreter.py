@@ -1,8 +1,8 @@
 """Triton's interpreter (3.6.0, 3.7.1), several times as fast, with the same results to the bit.
 
 The interpreter spends most of its time on types and shapes. There are few of them, but it makes them again for every
-operation. Here each is made once. One step is left out: it computes whether an integer sum overflows, and uses the
-answer only if `debug` is set.
+operation. Here each is made once. Two steps are left out: one computes whether an integer sum overflows, and uses the
+answer only if `debug` is set; the other asks whether numpy's numbers are as wide as Triton's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def patch_once() -> None:
     except ImportError:
         return
     _keep_the_language_in_place(tl, interpreter)
-    _make_types_once(tl.core)
+    _make_types_once(tl.core, interpreter)
     _convert_types_once(tl, interpreter)
     _call_at_once(tl, interpreter)
     builder = interpreter.interpreter_builder
@@ -87,7 +87,7 @@ class Shape(tuple[int, ...]):
         return list(self)
 
 
-def _make_types_once(core: Any) -> None:
+def _make_types_once(core: Any, interpreter: Any) -> None:
     """Make the shape of a tensor and the members of a block's type once for each shape and element type."""
     unwrap, validate = core._unwrap_if_constexpr, core.validate_block_shape
 
@@ -126,15 +126,20 @@ def _make_types_once(core: Any) -> None:
         other = unwrap(other)
         return isinstance(other, core.dtype) and self.name == other.name
 
+    def make_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     core.block_type.__init__, core.tensor.__init__ = make_block, make_tensor
+    interpreter.TensorHandle.__init__ = make_handle
     core.dtype.__eq__, core.dtype.__hash__ = same, lambda self: hash(self.name)
     core.block_type.to_ir = lambda self, builder: self  # the interpreter has no others
 
 
 def _convert_types_once(tl: Any, interpreter: Any) -> None:
     """Leave values alone that already have the requested type and shape; find numpy's types by name."""
-    semantic = type(interpreter.interpreter_semantic)
+    core, semantic = tl.core, type(interpreter.interpreter_semantic)
     numpy_type, cast, broadcast = interpreter._get_np_dtype, semantic.cast, semantic.broadcast_impl_value
+    check, unwrap = semantic.binary_op_type_checking_impl, core._unwrap_if_constexpr
     numpy_types: dict[str, Any] = {}
 
     def named(dtype: Any) -> Any:
@@ -151,5 +156,18 @@ def _convert_types_once(tl: Any, interpreter: Any) -> None:
             return left, right
         return broadcast(self, left, right)
 
+    def check_what_differs(self: Any, left: Any, right: Any, *pointers: bool, **how: bool) -> Any:
+        if type(left) is type(right) is core.tensor and len(pointers) < 3 and not how:
+            scalar = left.type.scalar
+            if scalar is right.type.scalar and type(scalar) is core.dtype:
+                return self.broadcast_impl_value(left, right)
+        return check(self, left, right, *pointers, **how)  # a scalar, another type, or a quotient
+
+    def unwrap_what_is_wrapped(x: Any) -> Any:
+        kind = type(x)
+        return x if kind is core.tensor or kind is int or x is None else unwrap(x)
+
+    core._unwrap_if_constexpr = unwrap_what_is_wrapped
     interpreter._get_np_dtype = named
+    semantic.binary_op_type_checking_impl = check_what_differs
     semantic.cast, semantic.broadcast_impl_value = cast_what_differs, broadcast_what_differs
