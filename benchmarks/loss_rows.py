@@ -17,9 +17,6 @@ BASELINE, EAGER = "compiled", "standard"
 AGAIN = "(again)"  # marks the second entry of the baseline. Its ratio to the first entry is the noise
 BAR = "fp32_logits"  # names the row of benchmarks.problems.fp32_logits_of
 FLOOR = "three_products_cublas"  # names the row of benchmarks.problems.three_products: time alone
-# Gradients with errors up to this count as exact, by the products' dtype. In bf16, rounding gives eager torch half of
-# this error. Dropping entries below 2^-12 gives twice as much.
-EXACT = {"bf16": 1e-2, "fp32": 1e-4}
 
 
 @dataclass
@@ -89,14 +86,6 @@ class Row:
         return f"{self.backend} workspace_mib={self.workspace_mib:g}"
 
     @property
-    def exact(self) -> bool:
-        """Whether both gradients' errors are rounding errors. A filter's errors never are, however small."""
-        name = self.backend.split()[0]
-        if name == "cce_filter" or (name.startswith("paper/") and name != "paper/cce_exact"):
-            return False
-        return all(error is not None and error <= EXACT[self.dtype] for error in (self.de_err, self.dc_err))
-
-    @property
     def problem(self) -> tuple[str, str, str, str]:
         return self.shape, self.dtype, self.gradients, self.logits
 
@@ -127,8 +116,3 @@ def merge_rows(path: Path, measured: list[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(asdict(row)) for row in rows.values())
     write_text(path, f"[\n{lines}\n]\n")
-
-
-def rows_for(name: str, rows: list[Row]) -> dict[tuple[Any, ...], Row]:
-    """One row of each problem, backend and workspace: from set `name`, else from the last run of another set."""
-    return {row.key: row for row in sorted(rows, key=lambda row: (row.set == name, row.run))}

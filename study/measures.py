@@ -19,7 +19,7 @@ from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
 from study.searches import batch_verdicts, searches_on_the_h100
-from study.step_speed import StepSpeed, filter_speeds, step_speeds
+from study.step_speed import filter_speeds, step_speeds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
@@ -113,7 +113,7 @@ def step(folders: str | list[str], where: Where, field: str, less: str | None = 
 @measure
 def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
     """How many times as fast a step would be with an output layer that takes no time."""
-    speeds: list[StepSpeed] = step_speeds(list(_steps(folders)))
+    speeds = step_speeds(list(_steps(folders)))
     own = [one for one in speeds if one.verdict.against == against and _holds(one.row, where)]
     return [(one.attainable, one.verdict.n) for one in own if one.attainable]
 

@@ -11,8 +11,6 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.common import devices_of, save_picture
-from benchmarks.loss_pictures import hero
-from benchmarks.loss_rows import read_rows, rows_for
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER
 from benchmarks.steps_rows import Row as StepRow
 from benchmarks.steps_rows import read_rows as read_rows_of_steps
@@ -48,7 +46,6 @@ NARROW = 0.055  # a share of a step whose label would not fit into its segment
 def draw(results: Path, output: Path) -> list[Path]:
     """Draw every picture from the rows below `results`. Return the paths of the PNGs."""
     pictures: dict[str, Callable[[Path], Any]] = {
-        "hero": loss_layer,
         "step_by_loss": step_by_loss,
         "step": step,
         "speed_by_vocabulary": speed_by_vocabulary,
@@ -62,16 +59,6 @@ def draw(results: Path, output: Path) -> list[Path]:
 
 def colour_of(loss: str) -> str:
     return str(LOSSES[loss_of(loss)][0])
-
-
-# ----------------------------------------------------------------------------------------------------------- README
-def loss_layer(results: Path) -> Any:
-    """The output layer's time against its memory for every loss, on two shapes."""
-    directory = results / "bench_loss" / FOLDERS["device"]
-    measured = [row for row in read_rows(directory / "rows.json") if row.set == "shapes"]
-    rows = rows_for("shapes", measured).values()  # of one process: other sets hold other backends
-    own = [row for row in rows if row.shape in FOLDERS["hero"] and row.logits == "peaked" and row.gradients == "bf16"]
-    return hero(own, FOLDERS["hero"], devices_of(directory))
 
 
 def step_by_loss(results: Path) -> Any:

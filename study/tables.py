@@ -15,11 +15,10 @@ from linrnn.models.facts import model_in_words
 from linrnn.report.runs import Run
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
-from study.changes import changes_of_loss
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
 from study.searches import Search, batch_verdicts
-from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, line_ratios, names_of, step_speeds
+from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, step_speeds
 
 Rows = Iterable[Sequence[object]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
@@ -241,22 +240,6 @@ def linear_rnn() -> Rows:
         yield words, *(cells.get(model, "-") for model in MODELS)
 
 
-@table("Transformer", "linear RNN", "over torch.compile", "over eager", words=("Transformer", "linear RNN"))
-def gains_by_model() -> Rows:
-    """A linear RNN's gain divided by the Transformer's in the same setting, with Welch's 90 % intervals."""
-    for words, said in FOLDERS["gains_by_model"].items():
-        for cell in line_cells(rows_of(*said["steps"]), said["of"]):
-            if cell["loss"] == named(EXACT) and cell["line"] in said["lines"]:
-                over = (cell.get(f"gain over `{base}` (90 %)", "-").replace("*", "") for base in (BASELINE, EAGER))
-                yield words, plain(cell["line"]), *over
-
-
-def line_cells(rows: Sequence[Row], name: str) -> list[dict[str, str]]:
-    """The rows of :func:`study.step_speed.line_ratios` by column."""
-    found = line_ratios(rows, name)
-    return [dict(zip(found.columns, map(str, row), strict=True)) for row in found.rows]
-
-
 # -------------------------------------------------------------------------------------------------------------- memory
 @table(
     "model of 1.3B", "checkpointing", *map(named, LOSSES), "ours / eager", "ours / torch.compile",
@@ -306,21 +289,6 @@ def memory_of_the_loss() -> Rows:
         yield words, f"{peak:.2f}", f"{own:.2f}", share(own / peak), f"{less:.2f}", share(1 - less / peak)
 
 
-@table(
-    "setting", "loss", "sequences", "cudaMalloc a step", "forward, ms a sequence", "backward, ms a sequence",
-    words=("setting", "loss"),
-)  # fmt: skip
-def at_the_limit() -> Rows:
-    """Calls of cudaMalloc a step, and the output layer's time for a sequence, each loss at its largest batch."""
-    own = rows_of(*FOLDERS["steps_at_largest"])
-    settings = names_of(own)
-    for row in own:
-        if row.status == "ok" and row.loss != AGAIN:
-            calls = f"{(row.allocations or 0) / row.rounds / row.steps:.0f}"
-            passes = (show(ms and ms / row.batch, ".2f") for ms in (row.loss_forward_ms, row.loss_backward_ms))
-            yield plain(settings[row.line]), named(row.loss), row.batch, calls, *passes
-
-
 # ------------------------------------------------------------------------------------------------------------ training
 @table("loss", "10M: training", "10M: validation", "350M class: training", "350M class: validation")
 def exact_losses() -> Rows:
@@ -347,22 +315,6 @@ def training_losses() -> Rows:
                 others = ((own.get(VALID_LOSS), "+.4f"), (own.get(CURVES), ".4f"))
                 cells = (judged(one, form) if one else "-" for one, form in ((final, "+.4f"), *others))
                 yield words, named(loss), named(str(against)), *cells
-
-
-@table("runs", "loss", "nats above torch.compile, seed by seed", words=("runs", "loss"))
-def seeds() -> Rows:
-    """The final training loss minus torch.compile's of the same seed, for each seed."""
-    for group, words in FOLDERS["training"].items():
-        runs = [run.summary for run in runs_of(group) if run.finished]
-        bases = {run["seed"]: run["train_loss_nats"] for run in runs if run["loss"] == BASELINE}
-        found: dict[str, dict[int, float]] = {}
-        for run in runs:
-            if run["loss"] != BASELINE and run["seed"] in bases:
-                options = [f"{key}={value}" for key, value in run["loss_options"].items() if key in SHOWN]
-                above = run["train_loss_nats"] - bases[run["seed"]]
-                found.setdefault(" ".join([named(run["loss"]), *options]), {})[run["seed"]] = above
-        for label, own in found.items():
-            yield words, label, ", ".join(f"{own[seed]:+.4f}" for seed in sorted(own))
 
 
 @table("validation loss minus torch.compile's, nats", "seed by seed")
@@ -500,72 +452,6 @@ def _time(row: dict[str, Any] | None) -> str:
     ratio, low, high = (row[f"ratio_to_compiled{end}"] for end in ("", "_low", "_high"))
     memory = "" if row["extra_mib"] is None else f", {row['extra_mib']:,.0f}"
     return f"{ratio:.2f} ({low:.2f} to {high:.2f}){memory}"
-
-
-# --------------------------------------------------------------------------------------------------- float8 and notes
-CHANGED = ("size", "model", "change", "final training loss, nats", "validation loss, nats", "n")
-
-
-@table(*CHANGED, words=CHANGED[:3])
-def float8_losses() -> Rows:
-    """What float8 layers change in the losses, beside compiled layers in bf16, which only round otherwise."""
-    return changed("float8=blocks", "compile=blocks")
-
-
-@table(*CHANGED, words=CHANGED[:3])
-def shared_losses() -> Rows:
-    """What shared projections change in the losses."""
-    return changed("shared_projection_rank=")
-
-
-def changed(*changes: str) -> Rows:
-    for size, group in FOLDERS["follow_ups"].items():
-        found = {(one.model, one.target): one for one in changes_of_loss(runs_of(group)) if one.backend == EXACT}
-        for label in dict.fromkeys(label for label, _ in found):
-            model, change = label.split(", ", 1)
-            if change.startswith(changes):
-                final, valid = (found[label, target] for target in (FINAL_LOSS, VALID_LOSS))
-                yield size, model_in_words(model), plain(f" {change}").strip(), judged(final), judged(valid), final.n
-
-
-@table("1.3B", "loss", "step's time / that with chunks of 64", words=("1.3B", "loss"))
-def chunks() -> Rows:
-    """Steps with other chunk sizes, as a multiple of the time with the default of 64."""
-    own = rows_of("_chunks")
-    for model in dict.fromkeys(row.model for row in own):
-        name = f"{model_in_words(model, '1b3')}, model.chunk_size=64"
-        yield from times([row for row in own if row.model == model], name, "chunk_size")
-
-
-@table("1.3B", "loss", "step's time / that with full projections", words=("1.3B", "loss"))
-def shared_steps() -> Rows:
-    """Steps with shared projections, as a multiple of the time with full ones."""
-    for model in ("GLA", "Transformer"):
-        own = [row for row in rows_of("_followups") if model_in_words(row.model).startswith(model)]
-        yield from times(own, f"{model} 1b3", "shared")
-
-
-def times(rows: Sequence[Row], name: str, change: str) -> Rows:
-    """Times of steps divided by those of the line `name`, with Welch's intervals."""
-    for cell in line_cells(rows, name):
-        loss = cell["loss"].strip("`")
-        if change in cell["line"] and loss != AGAIN:
-            yield plain(cell["line"]), named(loss), cell["step's time (90 %)"]
-
-
-@table("commit", "batch", "norm", "first loss, nats")
-def first_gradients() -> Rows:
-    """The norm of GLA's first gradients at 1.3B, for each process."""
-    found: dict[tuple[str, ...], None] = {}
-    for path in sorted((RESULTS / "bench_steps").glob(f"{FOLDERS['device']}*")):
-        commits = {name: str(run["environment"]["git"]["commit"])[:7] for name, run in read_runs(path).items()}
-        for row in read_rows(path):
-            known = (row.model, row.size, row.v, row.loss) == ("gla", "1b3", 128256, BASELINE)
-            other = any(word in row.line for word in ("checkpointing", "chunk_size", "compile="))
-            if known and row.gradient_norm and not other:
-                norm, nats = f"{row.gradient_norm:.1f}", show(row.loss_nats, ".4f")
-                found[commits[row.run], f"{row.batch} x {row.seq:,}", norm, nats] = None
-    return list(found)
 
 
 # ---------------------------------------------------------------------------------------------------------- provenance

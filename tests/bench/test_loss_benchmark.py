@@ -172,14 +172,6 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
     assert multiplied == once * 2
 
 
-def test_a_row_is_exact_if_its_errors_are_those_of_rounding_and_a_filter_s_never_are():
-    assert make_row("liger", de_err=2e-3, dc_err=5e-3).exact
-    assert not make_row("cce_filter", de_err=2e-3, dc_err=2e-2).exact
-    errors = {"de_err": 1e-3, "dc_err": 1e-3}
-    assert make_row("paper/cce_exact", **errors).exact
-    assert not any(make_row(text, **errors).exact for text in ("cce_filter x=1", "paper/cce_kahan_full_e"))
-
-
 # ------------------------------------------------------------------------------------------------ files and page
 
 

@@ -17,7 +17,6 @@ from linrnn.runs.intervals import AT_LEAST, AT_MOST, WITHIN, estimate
 from linrnn.runs.intervals import answer as answer_of
 from study.criteria import CRITERIA
 from study.criteria import verdicts as judged
-from study.step_speed import ratio_of_means
 
 MEMORY, SPEED, BATCH, SPEED_AT_LARGEST = (CRITERIA[k] for k in ("MEMORY", "SPEED", "BATCH", "SPEED_AT_LARGEST"))
 PERPLEXITY, VALID_LOSS, CURVES, FINAL_LOSS = (CRITERIA[k] for k in ("PERPLEXITY", "VALID_LOSS", "CURVES", "FINAL_LOSS"))
@@ -100,17 +99,6 @@ def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten():
     inverse = estimate([1 / value for value in studies[0]], ratios=True)
     assert found[0].low is not None
     assert inverse.high == pytest.approx(1 / found[0].low), "neither loss is preferred"
-
-
-def test_welchs_interval_of_two_unpaired_sets_of_ratios_holds_the_truth_nine_times_in_ten():
-    draw = random.Random(0)
-
-    def ratios(mean: float, spread: float) -> list[float]:
-        return [mean * 2.718281828 ** draw.gauss(0, spread) for _ in range(8)]
-
-    found = [ratio_of_means(ratios(1.05, 0.02), ratios(1.08, 0.005)) for _ in range(1000)]
-    held = sum(one.low <= 1.05 / 1.08 <= one.high for one in found if one.low is not None and one.high is not None)
-    assert 0.87 < held / len(found) < 0.93
 
 
 @pytest.mark.usefixtures("text_alone")

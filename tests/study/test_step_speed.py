@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.steps_rows import AGAIN, Row
-from linrnn.core.errors import ConfigError
 from study.criteria import SPEED, SPEED_AT_LARGEST
-from study.step_speed import CPU_BOUND, StepSpeed, line_ratios, names_of, step_speeds
+from study.step_speed import CPU_BOUND, StepSpeed, names_of, step_speeds
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
@@ -75,22 +74,3 @@ def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_ba
     speeds = step_speeds(own)
     assert {one.verdict.target for one in speeds} == {SPEED_AT_LARGEST}, "also where two batches are equal"
     assert {one.verdict.target for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
-
-
-def test_lines_are_compared_by_their_times_and_gains():
-    other = f"{LINE} model.chunk_size=128"
-    ours = replace(ROW, loss="cce_kahan", wall_ms=[90.0, 91.0, 89.0, 90.0, 90.5])
-    rows = [ROW, ours, times(ROW, 1.1, line=other), times(ours, 1.21, line=other), replace(ROW, loss="liger")]
-    table = line_ratios(rows, "GLA 1b3")
-    assert table.columns == ("line", "loss", "step's time (90 %)", "gain over `compiled` (90 %)")
-    assert {line for line, *_ in table.rows} == {"GLA 1b3, model.chunk_size=128"}
-    cells = {loss: [str(cell).split(" (")[0] for cell in of_loss] for _, loss, *of_loss in table.rows}
-    assert cells == {"`compiled`": ["1.100", "-"], "`cce_kahan`": ["1.210", "**not reached**: 0.909"]}
-    few = [replace(row, wall_ms=row.wall_ms[:4], host_ms=row.host_ms[:4]) for row in rows]
-    assert str(line_ratios(few, "GLA 1b3").rows[1][3]).startswith("**inconclusive**: 0.9"), "four rounds decide nothing"
-    again = replace(ROW, loss=AGAIN)
-    assert line_ratios([*rows, again], "GLA 1b3").rows[1] == table.rows[1]
-    drifting = line_ratios([*rows, times(again, 0.98)], "GLA 1b3").rows[1]
-    assert str(drifting[3]).startswith("**inconclusive**: 0.909"), "compiled differs from itself"
-    with pytest.raises(ConfigError, match="no line has this name"):
-        line_ratios(rows, "GLA 350m")
