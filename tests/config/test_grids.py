@@ -75,7 +75,9 @@ def test_every_model_of_the_sweep_over_flas_models_is_one_of_flas():
 
 
 def test_overrides_are_told_apart_by_their_first_word():
-    given = ["sweep=mve", "jobs=2", "loss=standard", "hydra/launcher=submitit_local", "hydra.launcher.nodes=1"]
-    own, runs = split_overrides([*given, "trainer.max_steps=3", "sweep.name=x"], "run_sweep")
-    assert own == ["sweep=mve", "jobs=2", "sweep.name=x"]
+    given = ["sweep=mve", "jobs=2", "loss=standard", "trainer.seq_len=64"]
+    of_jobs = ["sweep.name=x", "resources.slurm_partition=gpu"]
+    own, runs = split_overrides([*given, "trainer.max_steps=3", *of_jobs], "run_sweep")
+    assert own == ["sweep=mve", "jobs=2", *of_jobs]
+    assert load_config(own, "run_sweep").resources == {"slurm_partition": "gpu"}
     assert runs == [*given[2:], "trainer.max_steps=3"]

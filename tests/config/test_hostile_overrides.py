@@ -21,7 +21,6 @@ from linrnn.config.compose import menu_of, options_of
 from linrnn.config.grids import sweep_points
 from linrnn.config.schema import SCHEMAS
 from linrnn.core.errors import ConfigError, LinrnnError
-from linrnn.experiments.launching import read_launcher
 from linrnn.training.plan import make_training_plan
 
 COUNT = int(os.environ.get("LINRNN_FUZZ", "150"))
@@ -162,13 +161,6 @@ def test_other_commands(command, hostile_values):
             except Exception as error:
                 raise AssertionError(f"{command} {line!r}: {error!r}") from error
         assert not seen, f"{line!r} did {seen[0]}"
-
-
-@pytest.mark.parametrize("override", ["hydra/launcher=../x", "hydra/callbacks=x", "hydra.sweep.dir=/tmp/x"])
-def test_a_sweep_takes_a_launcher_of_hydra_and_no_more(override):
-    assert split_overrides([override], "run_sweep") == ([], [override])
-    with pytest.raises(ConfigError, match=r"no such (launcher|key)"):
-        read_launcher(["hydra/launcher=submitit_slurm", override])
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,10 @@ LINES = [
     ("train", "seed=it's", "cannot be read", "key=value"),
     ("generate", "checkpoint=x prompt=hello world", "'world' cannot be read", "a value with spaces needs quotes"),
     # What no configuration may do.
-    ("train", "hydra.run.dir=/tmp/x", "Hydra's own keys", "scripts/sweep.py"),
-    ("train", "+hydra.callbacks.x._target_=subprocess.Popen", "Hydra's own keys", "scripts/sweep.py"),
-    ("find_max_batch", "hydra/launcher=submitit_local", "Hydra's own keys are not for runs", "scripts/sweep.py"),
+    ("train", "hydra.run.dir=/tmp/x", "no keys of Hydra's own", "scripts/sweep.py"),
+    ("train", "+hydra.callbacks.x._target_=subprocess.Popen", "no keys of Hydra's own", "leave it out"),
+    ("find_max_batch", "hydra/launcher=submitit_local", "no keys of Hydra's own", "cluster=slurm"),
+    ("run_sweep", "sweep=mve cluster=slrum", "cluster=slrum is not one of none, slurm, local", "use cluster=slurm"),
     ("train", "run_name=${oc.env:HOME}", "values are not computed", "without ${"),
 ]
 

@@ -211,14 +211,13 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(overrides
     assert words in str(refusal.value)
 
 
-def test_a_dry_run_foresees_what_a_rank_holds_and_sends(small, monkeypatch, capsys):
+def test_a_dry_run_foresees_what_a_rank_holds(small, monkeypatch, capsys):
     as_rank(monkeypatch.setenv, 0, 8)
     held = {}
     for parallel in ("ddp", "fsdp", "vocab"):
         config = load_config(small(f"parallel={parallel}", "size=mve", "trainer.batch_size=8"))
         print_forecast(config)
         said = capsys.readouterr().out
-        assert "sent by each of 8 ranks in a step" in said
         assert "FLOPs per step and rank" in said
         held[parallel] = make_training_plan(config).memory_estimate(resolve(config.model, config.size, 32000))
     assert held["ddp"].state["parameters"] == pytest.approx(8 * held["fsdp"].state["parameters"], rel=1e-6)

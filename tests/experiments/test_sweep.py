@@ -8,7 +8,7 @@ import torch
 
 from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
-from linrnn.core.errors import ConfigError, DataError, UnsupportedError
+from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.experiments import sweep
 
 
@@ -61,19 +61,6 @@ def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(smal
     assert "nearest: train_loss_nats" in refused.value.remedy
 
 
-@pytest.mark.usefixtures("quick_points")
-def test_a_sweep_without_its_data_is_refused_before_anything_starts(small, tmp_path):
-    """A cluster's machines may hold what this one lacks: a launcher is asked."""
-    sweep_of_one = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
-    points = small(*sweep_of_one, "memory_budget_gib=null", "data=text", f"data.path={tmp_path / 'no.txt'}")
-    points = [override for override in points if "data.n_" not in override]
-    with pytest.raises(DataError, match=r"no\.txt does not exist"):
-        said_by_sweep(*points)
-    assert not (tmp_path / "results").exists()
-    with pytest.raises(ConfigError, match="there is no such launcher"):
-        said_by_sweep(*points, "hydra/launcher=other")
-
-
 def shared(*more: str) -> list[str]:
     """Overrides of a sweep with one point of two ranks."""
     one_point = ["sweep=checkpointing", "experiment=null", "model=gla", "loss=standard", "size=smoke"]
@@ -85,7 +72,7 @@ def shared(*more: str) -> list[str]:
 @pytest.mark.usefixtures("quick_points")
 def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small, tmp_path):
     foreseen = said_by_sweep(*small(*shared("dry_run=true")))
-    assert "each point has 2 ranks; its memory is that of one" in foreseen
+    assert any("each point has 2 ranks, and its memory is that of one" in line for line in foreseen)
     for steps in (2, 3):
         said_by_sweep(*small(*shared(f"trainer.max_steps={steps}")))
     [path] = (tmp_path / "results/checkpointing").glob("*/summary.json")
@@ -151,7 +138,7 @@ def test_a_sweep_s_point_runs_as_a_job_of_submitit(small, command, tmp_path):
     pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")
     overrides += ["trainer.activation_checkpointing=full", "memory_budget_gib=null"]
-    done = command("scripts/sweep.py", *overrides, "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+    done = command("scripts/sweep.py", *overrides, "cluster=local", "resources.timeout_min=5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "submitting 1 jobs" in done.stdout
     assert "1 finished" in done.stdout

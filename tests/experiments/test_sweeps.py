@@ -1,6 +1,5 @@
 """What a sweep does if its points end well, badly, or not at all. Points are small scripts here."""
 
-import json
 import os
 import pickle
 import signal
@@ -17,15 +16,15 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, DataError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
+from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.core.output import python
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.points import ANSWERS, START_SECONDS, Point, foresee, write_summary
-from linrnn.experiments.sweep import _judge, check_inputs, in_another_process, listing, run_points, slots_of, threads_of
-from linrnn.runs.directory import SUMMARY
+from linrnn.experiments.points import START_SECONDS, Point, foresee, write_summary
+from linrnn.experiments.sweep import _judge, in_another_process, listing, run_points, slots_of, threads_of
 from linrnn.runs.metrics import JsonlWriter
+from linrnn.runs.summary import duration
 from linrnn.training import plan
 
 Small = Callable[..., list[str]]
@@ -177,26 +176,6 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points):
     assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
 
 
-@pytest.mark.parametrize("status", ANSWERS)
-def test_a_point_that_another_sweep_answered_meanwhile_is_not_repeated(make_points, status):
-    """An answer of before this sweep began is repeated: the sweep was asked for with retry=true."""
-    old, new = points = make_points(2)
-    answer = {"status": status, "steps": 3, "reason": "as expected"}
-    for point in points:
-        point.directory.mkdir(parents=True)
-    (old.directory / SUMMARY).write_text(json.dumps(answer))
-    said: list[str] = []
-
-    def meanwhile(point: Point) -> list[str]:
-        """The old point's command. While it runs, another sweep answers the new one."""
-        (new.directory / SUMMARY).write_text(json.dumps(answer))
-        return list(scripts()(point))
-
-    run_points(points, ({},), said.append, 1e9, meanwhile)
-    assert statuses(points) == ["finished", status]
-    assert [f"{status} by another process" in line for line in said].count(True) == 1
-
-
 def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points):
     point = make_points(1)[0]
     run([point])
@@ -235,64 +214,26 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
     assert fine.refusal is None
     assert fine.seconds > START_SECONDS
     assert liger.memory_bytes > 4 * 4 * 461_000  # parameters, gradients and two moments in fp32
-    config = replace(load_config(["sweep=mve"], "run_sweep"), dry_run=True)
-    lines = listing([liger, chunks, fine, replace(liger, label="again")], config)
-    assert lines[1].endswith("unsupported (1)")
-    assert lines[3].endswith("to run")
-    assert lines[4].endswith("unsupported (1)"), "a reason is said once"
-    assert [line[:22] for line in lines[6:8]] == ["(1) loss=liger has Tri", "(2) model.chunk_size=1"]
-    assert "4 points: 3 unsupported, 1 to run" in lines
+    lines = listing([liger, chunks, fine], [fine], 1)
+    assert [line.rpartition("  ")[2] for line in lines[1:4]] == ["unsupported", "unsupported", "to run"]
+    assert lines[5] == "3 points: 2 unsupported, 1 to run"
+    assert lines[6].endswith(f"; in all {duration(fine.seconds)}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")
+@pytest.mark.usefixtures("quick_points")
 def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch):
     on_gpus = [["memory_budget_gib=80"], ["device=cuda"], ["loss=liger"], ["loss=standard"]]
     monkeypatch.setattr(plan, "available_memory", lambda: 2**20)
     points = foresee([small(*overrides) for overrides in on_gpus])
+    submitted: list[Point] = []
+    monkeypatch.setattr(sweep_of_runs, "_look_ahead", lambda *_: (points, []))
+    monkeypatch.setattr(sweep_of_runs, "launch", lambda _, jobs, *more: submitted.extend(jobs))
+    config = load_config(["cluster=slurm", "sweep=mve"], "run_sweep")
+    with pytest.raises(SweepFailure, match="4 of 4 points did not finish"):
+        sweep_of_runs.run_sweep(config, [], print)
+    assert len(submitted) == 4
     assert all(point.refusal for point in points), "this machine runs none of them"
-    assert [point.on_a_cluster().refusal for point in points] == [None] * 4
-
-
-def points_without_data(small: Small, tmp_path: Path, *more: str) -> list[Point]:
-    """Two seeds on a text that is not there, and one on a text that is."""
-    (tmp_path / "my.txt").write_text("some text")
-    texts = [("seed=0", "no.txt"), ("seed=1", "no.txt"), ("seed=2", "my.txt")]
-    own = [override for override in small("loss=standard", "data=text", *more) if "data.n_" not in override]
-    return foresee([[*own, seed, f"data.path={tmp_path / file}"] for seed, file in texts])
-
-
-def test_a_dry_run_names_the_points_without_data(small, tmp_path):
-    points = points_without_data(small, tmp_path)
-    lines = listing(points, load_config(["sweep=mve"], "run_sweep"))
-    assert [line.split("  ")[-1] for line in lines[1:4]] == ["no data (1)", "no data (1)", "to run"]
-    [reason] = [line for line in lines if line.startswith("(1)")]
-    assert f"data.path={tmp_path}/no.txt does not exist" in reason
-    assert "3 points: 2 no data, 1 to run" in lines
-
-
-def test_a_point_with_a_checkpoint_of_its_own_needs_no_start_any_more(small):
-    own = small("loss=standard", "continue_from=nowhere")
-    [point] = foresee([own])
-    assert point.missing is not None
-    checkpoint = point.directory / "checkpoints" / "step_00000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text("{}")
-    assert [again.missing for again in foresee([own])] == [None]
-    assert foresee([[*own, "trainer.resume=never"]])[0].missing is not None
-
-
-def test_a_sweep_starts_nothing_if_no_point_has_its_data(small, tmp_path):
-    points = points_without_data(small, tmp_path)
-    with pytest.raises(DataError, match=r"none of 2 points can start: .*no\.txt does not exist") as refusal:
-        check_inputs(points[:2])
-    assert "data=stdlib" in refusal.value.remedy
-    [line] = check_inputs(points)
-    assert "seed=0" in line.partition(" will fail: not on this machine: ")[0]
-    assert "seed=2" not in line
-    assert check_inputs(points[2:]) == check_inputs([]) == []
-    [weights] = foresee([small("init_from=nowhere")])
-    with pytest.raises(DataError, match="none of 1 points can start: init_from=nowhere is no directory"):
-        check_inputs([weights])
 
 
 def _fail() -> None:
@@ -406,7 +347,7 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(make_
 
     monkeypatch.setattr(sweep_of_runs, "launch", launch)
     said: list[str] = []
-    sweep_of_runs._submit(points, ["hydra/launcher=submitit_slurm"], said.append)
+    sweep_of_runs._submit(points, load_config(["cluster=slurm", "sweep=mve"], "run_sweep"), said.append)
     assert statuses(points) == ["failed", "finished", "finished", "failed"]
     assert sum("the job was lost: job 7 was lost" in line for line in said) == 2
 

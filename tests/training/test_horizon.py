@@ -91,9 +91,9 @@ def test_a_constant_schedule_goes_on_as_one_that_never_stopped(small, capsys):
 @pytest.mark.parametrize(
     ("shared", "varied", "remedy"),
     [
-        (["schedule.steps=100"], "trainer.max_steps", "leave schedule.steps=null"),
+        (["schedule.steps=100"], "trainer.max_steps", "use schedule=cosine schedule.steps=null"),
         (["run_name=run"], "optimizer.lr", "leave run_name out"),
-        ([], "trainer.log_every", "names do not tell these values of trainer.log_every apart"),
+        ([], "trainer.log_every", "names do not tell trainer.log_every apart"),
     ],
 )
 def test_points_that_would_share_a_directory_are_refused_by_name(small, shared, varied, remedy):

@@ -78,7 +78,7 @@ def run_many(main: Callable[[Any, list[str]], int | None], config_name: str, des
             likely = difflib.get_close_matches(root, _keys(config_name), n=1, cutoff=0.75)
             if likely and root not in {*_keys("train"), *menu_of()}:
                 raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
-        if config_name != "run_sweep":  # whose values may be lists, and which takes a launcher of Hydra
+        if config_name != "run_sweep":  # whose values may be lists
             check_overrides(runs)
         config = load_config(own, config_name)
         check_outputs(config)

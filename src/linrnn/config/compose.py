@@ -190,8 +190,9 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> "
                 remedy = f"choose another {key.split('.')[0]}, or run without experiment={path.stem}"
             raise ConfigError(f"configs/{path.parent.name}/{path.name}: {what}", remedy) from error
     OmegaConf.set_struct(config, True)
-    if "options" in (config.get("model") or {}):
-        OmegaConf.set_struct(config.model.options, False)  # FLA knows which keys there are
+    for owner, free in ((config.get("model"), "options"), (config, "resources")):  # FLA or submitit knows their keys
+        if free in (owner or {}):
+            OmegaConf.set_struct(owner[free], False)
     return config
 
 

@@ -48,9 +48,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         check_text(override)
         key, equals, value = override.partition("=")
         if re.match(r"[+~]*hydra\b", key):
-            raise ConfigError(
-                f"{override}: Hydra's own keys are not for runs", "scripts/sweep.py takes hydra/launcher=…"
-            )
+            remedy = "leave it out; scripts/sweep.py takes cluster=slurm"
+            raise ConfigError(f"{override}: there are no keys of Hydra's own", remedy)
         if key.startswith("~"):
             remedy = f"leave it out, or write {key.lstrip('~')}=null where null is allowed"
             raise ConfigError(f"{override}: no key can be removed", remedy)

@@ -483,7 +483,7 @@ class RunSweepConfig:
     """`python scripts/sweep.py sweep=mve [loss=compiled,cce_kahan seed=0]`: many runs, each in its own process.
 
     All other overrides are for the runs (python train.py --help). They replace the sweep's values and may be lists:
-    a,b,c. On a cluster: hydra/launcher=submitit_slurm hydra.launcher.partition=… (pip install 'linrnn[slurm]').
+    a,b,c. On a cluster: cluster=slurm resources.slurm_partition=… (pip install 'linrnn[slurm]').
     """
 
     sweep: SweepConfig
@@ -492,6 +492,8 @@ class RunSweepConfig:
     retry: bool = option(False, "true: run points again that ran out of memory or diverged; false: it is their result")
     dry_run: bool = option(False, "true: only list the points with their expected memory and time")
     report_every_seconds: float = option(30.0, "seconds between lines on the progress of a running point", minimum=0)
+    cluster: str = choice("where points run: none (this machine) | slurm | local (as submitit's jobs)")
+    resources: dict[str, Any] = option({}, "of a job, by submitit's names: resources.gpus_per_node=1")
 
 
 @dataclass

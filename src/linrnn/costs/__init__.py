@@ -5,7 +5,7 @@ without formulas has None (*unknown* in reports), never the figure of another on
 """
 
 from linrnn.costs.communication import communication, vocabulary_loss_bytes
-from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second, time_estimate
+from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second
 from linrnn.costs.flops import KernelFlops, kernel_flops, mfu, model_flops, model_flops_6n
 from linrnn.costs.gpus import GPUS, Gpu, step_seconds, uncertainty
 from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
@@ -13,5 +13,5 @@ from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, tr
 __all__ = [
     "ASSUMED_CPU_SHARE", "ASSUMED_MFU", "GPUS", "Gpu", "KernelFlops", "MemoryEstimate", "communication", "kernel_flops",
     "loss_memory", "memory_estimate", "mfu", "model_flops", "model_flops_6n", "peak_flops_per_second", "step_seconds",
-    "time_estimate", "training_state", "uncertainty", "vocabulary_loss_bytes",
+    "training_state", "uncertainty", "vocabulary_loss_bytes",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Peak rates of GPUs from their datasheets, and the expected time of a number of FLOPs."""
+"""Peak rates of GPUs from their datasheets, and the shares of a peak that runs reach."""
 
 import re
 
@@ -44,10 +44,3 @@ def peak_flops_per_second(device_name: str, precision: str) -> float | None:
         if words.issuperset(needed):
             return fp32 if precision == "fp32" else bf16
     return None
-
-
-def time_estimate(hardware_flops: float, flops_per_second: float | None, share: float = ASSUMED_MFU) -> float | None:
-    """Seconds that `hardware_flops` take at `share` of the peak; None if the peak is unknown."""
-    if flops_per_second is None:
-        return None
-    return hardware_flops / (flops_per_second * share)

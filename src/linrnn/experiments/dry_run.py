@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
@@ -11,19 +10,17 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config, HubDataConfig, TextDataConfig, VocabConfig
-from linrnn.core.errors import DataError, LinrnnError
+from linrnn.config.schema import Config, VocabConfig
+from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, cores, ranks_here, size_in_words
 from linrnn.data import vocabulary_size
-from linrnn.data.readers import find_files
 from linrnn.models.architecture import Architecture
 from linrnn.models.language_model import compute_dtype
 from linrnn.profiling import matmul_rate
 from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
+from linrnn.training.runtime import device_name
 
-DATA_OF_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # NAME or OWNER/NAME
-MODEL_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # OWNER/NAME, as of every model in FLA's format
 UNKNOWN = "unknown: linrnn.costs has no formulas for this model or loss"
 
 
@@ -37,10 +34,8 @@ def print_forecast(config: Config) -> None:
     arch = plan.architecture(vocabulary_size(config.data))
     for line in [
         *_run(plan, arch),
-        *_inputs(config),
         *_memory(plan, arch),
         *_room(plan, arch),
-        *_communication(plan, arch),
         *(_time_on_gpu(plan, arch) if config.gpu else _time(plan, arch)),
         "",
         "nothing was run or written",
@@ -63,14 +58,6 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
         f"  body       {arch.body_parameters:,}",
         f"  embedding  {arch.embedding_parameters:,}{'' if arch.tie_embeddings else ', and the head as many'}",
     ]
-
-
-def _inputs(config: Config) -> list[str]:
-    """Lines for text and weights that are not on this machine."""
-    missing, of_hub = inputs_elsewhere(config)
-    lines = [f"not on this machine: {error.cause}" for error in missing]
-    lines += [f"from the hub, which was not asked: {name}" for name in of_hub]
-    return ["", *lines] if lines else []
 
 
 def _memory(plan: Plan, arch: Architecture) -> list[str]:
@@ -98,51 +85,23 @@ def _room(plan: Plan, arch: Architecture) -> list[str]:
     return [f"  {note}"] if note else []
 
 
-def _communication(plan: Plan, arch: Architecture) -> list[str]:
-    if plan.world_size == 1:
-        return []
-    trainer = plan.config.trainer
-    sent = costs.communication(
-        arch,
-        plan.config.parallel,
-        world_size=plan.world_size,
-        sequences=plan.sequences_of_rank,
-        seq_len=trainer.seq_len,
-        precision=plan.precision,
-        loss=plan.config.loss,
-        micro_steps=trainer.accumulation_steps,
-        optimizer=plan.config.optimizer,
-    )
-    heading = f"sent by each of {plan.world_size} ranks in a step"
-    if sent is None:
-        return ["", f"{heading}: {UNKNOWN}"]
-    parts = {f"sent/{name}": size for name, size in sent.items()}
-    return ["", heading, *memory_lines({"sent": sum(sent.values()), **parts})]
-
-
 def _time(plan: Plan, arch: Architecture) -> list[str]:
     trainer, computed = plan.config.trainer, kernel_flops(plan, arch)
     needed = costs.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
+    if computed is None or needed is None:
+        return ["", f"FLOPs and time: {UNKNOWN}"]
     lines = [
         "",
-        f"FLOPs per step{' and rank' * (plan.world_size > 1)}",
-        f"  by the model's definition (MFU)        {UNKNOWN if needed is None else f'{needed:.3e}'}",
-        f"  that the kernels compute (for the time) {UNKNOWN if computed is None else f'{computed.total:.3e}'}",
+        f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
+        f"{computed.total:.3e} that the kernels compute",
     ]
-    if computed is None:
-        return lines
-    name, share, rate = _assumed_rate(plan)
-    seconds = costs.time_estimate(computed.total, rate, share)
-    if rate is None or seconds is None:
-        return [*lines, f"  not estimated: the peak rate of this device ({name}) is not known"]
-    basis = (
-        f"{share:.0%} of a matrix product's rate, now {rate / 1e9:,.0f} GFLOP/s (right to a factor of 2)"
-        if plan.device.type == "cpu"
-        else f"{share:.0%} of its peak (small models reach much less)"
-    )
-    total = duration(seconds * plan.total_steps)
+    if (total := seconds_of_run(plan, arch)) is None:
+        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
+    seconds = total / plan.total_steps
     each = f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
-    return [*lines, f"  {each} a step, {total} in all, if {name} reaches {basis}"]
+    share = costs.ASSUMED_CPU_SHARE if plan.device.type == "cpu" else costs.ASSUMED_MFU
+    basis = f"at {share:.0%} of this device's peak rate; right to a factor of 2, small models on a GPU are slower"
+    return [*lines, f"  {each} a step, {duration(total)} in all ({basis})"]
 
 
 def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
@@ -235,56 +194,20 @@ def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
 
 
 def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
-    """Expected seconds of all steps; None if FLOPs or the device's peak rate are unknown."""
-    flops, (_, share, rate) = kernel_flops(plan, arch), _assumed_rate(plan)
-    seconds = None if flops is None else costs.time_estimate(flops.total, rate, share)
-    return None if seconds is None else seconds * plan.total_steps
-
-
-def _assumed_rate(plan: Plan) -> tuple[str, float, float | None]:
-    """The device, the share of its peak rate that a run should reach, and that rate in FLOP/s (measured on a CPU)."""
+    """Expected seconds of all steps on this device; None if FLOPs or the device's peak rate are unknown."""
+    if (flops := kernel_flops(plan, arch)) is None:
+        return None
     if plan.device.type == "cpu":
-        return "this CPU", costs.ASSUMED_CPU_SHARE, _cpu_rate(compute_dtype(plan.precision))
-    name = torch.cuda.get_device_name(plan.device)
-    return name, costs.ASSUMED_MFU, costs.peak_flops_per_second(name, plan.precision)
+        rate, share = _cpu_rate(compute_dtype(plan.precision)), costs.ASSUMED_CPU_SHARE
+    else:
+        found, share = costs.peak_flops_per_second(device_name(plan.device), plan.precision), costs.ASSUMED_MFU
+        if found is None:
+            return None
+        rate = found
+    return plan.total_steps * flops.total / (rate * share)
 
 
 @lru_cache
 def _cpu_rate(dtype: torch.dtype) -> float:
     """FLOP/s of each rank, measured with this process's threads. Ranks with more threads than cores share the cores."""
     return matmul_rate(dtype) * min(1.0, cores() / (torch.get_num_threads() * ranks_here()))
-
-
-# -------------------------------------------------------------------------------------------------- what a run reads
-def inputs_elsewhere(config: Config, *, resumes: bool = False) -> tuple[list[DataError], list[str]]:
-    """What the run reads and this machine lacks: the errors that it would raise, and what it may load from the hub.
-
-    Nothing is read, and the hub is not asked. A tokenizer is not looked for: without it no memory can be foreseen.
-
-    Args:
-        resumes: the run has a checkpoint of its own, so that it does not read `continue_from`.
-    """
-    missing: list[DataError] = []
-    of_hub: list[str] = []
-    data = config.data
-    if isinstance(data, TextDataConfig):
-        sources = [("data.sources", source.path) for source in data.sources]
-        for key, path in (*sources, ("data.path", data.path), ("data.valid_path", data.valid_path)):
-            try:
-                _ = path is None or find_files(path, key)
-            except DataError as error:
-                remedy = f"{error.remedy} (docs/data.md), or use data=stdlib, which needs no file"
-                missing.append(DataError(error.cause, remedy))
-    directories = [
-        ("data.path", data.path if isinstance(data, HubDataConfig) else None, DATA_OF_HUB, "give a copy or a hub name"),
-        ("init_from", config.init_from, MODEL_OF_HUB, "name the directory of a run; train.py makes one"),
-        ("continue_from", None if resumes else config.continue_from, None, "name a run's directory"),
-    ]
-    for key, path, hub, remedy in directories:
-        if path is None or Path(path).is_dir():
-            continue
-        if hub and hub.fullmatch(path) and (key == "data.path" or not Path(path).parent.is_dir()):
-            of_hub.append(path)
-        else:
-            missing.append(DataError(f"{key}={path} is no directory", remedy))
-    return missing, of_hub

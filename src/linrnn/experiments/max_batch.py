@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linrnn import costs
 from linrnn.config import load_config, run_name
 from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError, SweepFailure
 from linrnn.core.files import write_json
-from linrnn.core.machine import GIB
+from linrnn.core.machine import GIB, available_memory
 from linrnn.data import vocabulary_size
 from linrnn.distributed.launch import as_first_of
-from linrnn.experiments.points import Process, check_parallel, point_of
+from linrnn.experiments.points import Process, point_of
 from linrnn.experiments.sweep import check_gpus, in_another_process
 from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.origins import differing, read_processes
@@ -112,20 +113,11 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     """
     if config.gpu and not config.dry_run:
         raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
-    gpu = [f"gpu={config.gpu}"] if config.gpu else []
-    run: Config = load_config([*overrides, *gpu, f"group={config.group}", f"results_dir={config.results_dir}"])
-    check_parallel(run, config.ranks)
-    unit = config.ranks // run.parallel.data_ranks(config.ranks)  # trainer.batch_size of one sequence a rank
-    of_one = dataclasses.replace(
-        run, trainer=dataclasses.replace(run.trainer, batch_size=unit, max_steps=config.probe_steps, max_tokens=None)
-    )
-    if config.dry_run:
-        foreseen, where = _foresee(dataclasses.replace(of_one, dry_run=True), config)
-        found = "unknown" if foreseen is None else f"{foreseen} sequences{' a rank' * (config.ranks > 1)}"
-        say(f"estimated for {where}: {found}")
-        say("nothing was run or written")
-        return Answer(foreseen or 0, None, foreseen, ())
-    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, config)
+    if config.gpu:
+        overrides = [*overrides, f"gpu={config.gpu}"]
+        there = costs.GPUS[config.gpu].memory_bytes / GIB
+        config = dataclasses.replace(config, memory_budget_gib=min(config.memory_budget_gib, there))
+    ranks, budget = config.ranks, config.memory_budget_gib
     of_probes = [
         *overrides,
         f"group={config.group}",
@@ -137,8 +129,19 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "trainer.valid_tokens=1",  # the final validation cannot be left out: one batch
         "logger.wandb.mode=disabled",
         "logger.picture=false",
-        *([f"memory_budget_gib={config.memory_budget_gib}"] if on_gpu else []),
     ]
+    run = point_of(of_probes, ranks).config
+    unit = ranks // run.parallel.data_ranks(ranks)  # trainer.batch_size of one sequence a rank
+    trainer = dataclasses.replace(run.trainer, batch_size=unit)
+    of_one = dataclasses.replace(run, trainer=trainer, dry_run=config.dry_run)
+    if config.dry_run:
+        foreseen = _look_ahead(of_one, config)[1]
+        where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
+        say(f"estimated for {where} with {budget:.1f} GiB: {_sequences(foreseen)}{' a rank' * (ranks > 1)}")
+        say("nothing was run or written")
+        return Answer(foreseen or 0, None, foreseen, ())
+    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, config)
+    of_probes += [f"memory_budget_gib={budget}"] * on_gpu
 
     def probe(batch: int) -> Probe:
         say(f"  trying {batch} sequences for {config.probe_steps} steps")
@@ -146,21 +149,21 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         say(f"  {result}")
         return result
 
-    expected = "unknown, hence measured" if foreseen is None else f"{foreseen} sequences"
-    say(f"budget {config.memory_budget_gib:g} GiB; estimated: {expected}")
-    answer = search(probe, foreseen, config.memory_budget_gib * GIB, config.max_probes)
-    for line in report(answer, on_gpu, config.ranks):
+    say(f"budget {budget:g} GiB; estimated: {_sequences(foreseen)}")
+    answer = search(probe, foreseen, budget * GIB, config.max_probes)
+    for line in report(answer, on_gpu, ranks):
         say(line)
-    name = run_name(run, config.ranks)
-    directory = Path(config.results_dir) / config.group / "answers" / f"{name}-{config.memory_budget_gib:g}gib"
+    run = load_config([*overrides, f"group={config.group}", f"results_dir={config.results_dir}"])
+    name = run_name(run, ranks)
+    directory = Path(config.results_dir) / config.group / "answers" / f"{name}-{budget:g}gib"
     directory.mkdir(parents=True, exist_ok=True)
     content = {
-        **names_of_run(run, name, config.ranks),
-        "world_size": config.ranks,
+        **names_of_run(run, name, ranks),
+        "world_size": ranks,
         "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
         "tie_embeddings": run.size.tie_embeddings,
         "precision": run.trainer.precision,
-        "memory_budget_gib": config.memory_budget_gib,
+        "memory_budget_gib": budget,
         "max_sequences": answer.batch,
         "exact": answer.exact,
         **dataclasses.asdict(answer),
@@ -172,60 +175,51 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     return answer
 
 
-def _foresee(of_one: Config, config: FindMaxBatchConfig) -> tuple[int | None, str]:
-    """The largest batch by the formulas (None: there are none), and the GPU in words.
+def _sequences(foreseen: int | None) -> str:
+    return "unknown" if foreseen is None else f"{foreseen} sequences"
+
+
+def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int | None, dict[str, Any]]:
+    """Whether the probes run on a GPU; the largest batch by the formulas (None: there are none); the environment.
 
     Args:
         of_one: a run with one sequence on each rank.
     """
-    from linrnn import costs
-    from linrnn.experiments.dry_run import largest_batch
-    from linrnn.training.plan import make_training_plan
-
-    with as_first_of(config.ranks):
-        plan = make_training_plan(of_one)
-    budget, where = config.memory_budget_gib * GIB, "a GPU"
-    if config.gpu:
-        budget, where = min(budget, costs.GPUS[config.gpu].memory_bytes), costs.GPUS[config.gpu].name
-    arch = plan.architecture(vocabulary_size(of_one.data))
-    return largest_batch(plan, arch, budget, of_one.trainer.batch_size), f"{where} with {budget / GIB:.1f} GiB"
-
-
-def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int | None, dict[str, Any]]:
-    """Whether the probes run on a GPU; the forecast (None without formulas); and this machine's environment."""
     import torch
 
-    from linrnn.core.machine import available_memory
+    from linrnn.experiments.dry_run import largest_batch
     from linrnn.runs.environment import describe_environment
     from linrnn.training.plan import check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget
 
-    ranks, budget, there = config.ranks, config.memory_budget_gib, available_memory()
+    ranks, budget = config.ranks, config.memory_budget_gib
     with as_first_of(ranks):
         plan = make_training_plan(of_one)
-        on_gpu = plan.device.type == "cuda"
-        if on_gpu:
-            check_gpus(ranks, torch.cuda.device_count())
-            check_memory_budget(budget, plan.device)
-        check_step_fits(plan, plan.architecture(vocabulary_size(of_one.data)))
-    if not on_gpu and there is not None and ranks * budget * GIB > there:
+        on_gpu, arch = plan.device.type == "cuda", plan.architecture(vocabulary_size(of_one.data))
+    foreseen = largest_batch(plan, arch, budget * GIB, of_one.trainer.batch_size)
+    if config.dry_run:
+        return on_gpu, foreseen, {}
+    if on_gpu:
+        check_gpus(ranks, torch.cuda.device_count())
+        check_memory_budget(budget, plan.device)
+    with as_first_of(ranks):
+        check_step_fits(plan, arch)
+    if not on_gpu and (there := available_memory()) is not None and ranks * budget * GIB > there:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
             f"memory_budget_gib={budget:g}{each} is more than the {there / GIB:.1f} GiB of memory that are free here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-    return on_gpu, _foresee(of_one, config)[0], describe_environment()
+    return on_gpu, foreseen, describe_environment()
 
 
 def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, environment: dict[str, Any]) -> Probe:
     """Run a probe, or read its summary if it was made before in the same `environment`."""
-    point = point_of(overrides, load_config(overrides), config.ranks, total_steps=config.probe_steps)
+    point = point_of(overrides, config.ranks)
     if point.is_answered(retry=False):
-        others = set[str]()
-        for made in read_processes(point.directory / ENVIRONMENT):
-            others |= set(differing([made, environment]))
-            if made["settings"]["trainer.warmup_measurement_steps"] != config.warmup_steps:
-                others.add("trainer.warmup_measurement_steps")
+        others = {
+            key for made in read_processes(point.directory / ENVIRONMENT) for key in differing([made, environment])
+        }
         if others:
             raise ConfigError(
                 f"the probe of {batch} sequences was made with another {', '.join(sorted(others))} ({point.directory})",
@@ -252,10 +246,8 @@ def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     lines = [f"largest batch: {answer.batch} sequences{bound}, estimated {foreseen}, {len(answer.probes)} probes"]
     lines += [f"  {probe}" for probe in answer.probes if probe.batch == answer.batch]
     if answer.batch == 0:
-        smaller = (
-            "lower trainer.seq_len, or choose a smaller size" if answer.exact else "or max_probes (why: train.log)"
-        )
-        lines.append(f"  no batch that was tried fits: raise memory_budget_gib, {smaller}")
+        more = "or choose a smaller size" if answer.exact else "or raise max_probes (why: train.log)"
+        lines.append(f"  no batch that was tried fits: raise memory_budget_gib, lower trainer.seq_len, {more}")
     if ranks > 1:
         lines.append(f"  sequences and memory are those of each of {ranks} ranks")
     if not on_gpu:

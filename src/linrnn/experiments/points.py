@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
-from linrnn.config.naming import HORIZON, paths
+from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config, leaves
-from linrnn.config.steps import CONSTANT, ending_at
+from linrnn.config.steps import ending_at, last_step
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
-from linrnn.runs.directory import CHECKPOINTS, SUMMARY, RunDirectory
+from linrnn.runs.directory import SUMMARY, RunDirectory
 from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import HINTS, status_of, summary_without_figures
@@ -44,27 +44,21 @@ class Point:
         directory: the run's directory.
         label: the overrides in which the points of its sweep differ.
         ranks: processes that share the run.
-        total_steps: optimizer steps of the whole run; None if unknown.
+        total_steps: optimizer steps of the whole run.
         memory_bytes: expected peak of one rank's memory; None if unknown.
         seconds: expected time from the command to the last step; None if the device's rate is unknown.
         refusal: why the point cannot run here; None if it can.
-        missing: an error that the run would raise because its data or weights are not on this machine.
     """
 
     overrides: tuple[str, ...]
     config: Config
     directory: Path
     label: str
-    ranks: int = 1
-    total_steps: int | None = None
+    ranks: int
+    total_steps: int
     memory_bytes: int | None = None
     seconds: float | None = None
     refusal: str | None = None
-    missing: DataError | None = None
-
-    def on_a_cluster(self) -> "Point":
-        """The point for machines that may hold what this machine lacks: a job itself says what cannot run there."""
-        return dataclasses.replace(self, missing=None, refusal=None)
 
     @property
     def log(self) -> Path:
@@ -97,13 +91,29 @@ class Point:
         summary = self.summary() or {"status": "none"}
         if summary["status"] != "finished":
             return summary["status"] in ANSWERS and not retry
-        steps, total = summary["steps"], self.total_steps or summary["steps"]
-        if steps > total:
+        if (steps := summary["steps"]) > self.total_steps:
             raise ConfigError(
-                f"{self.directory} holds a run of {steps} steps, and {self.label} stops at {total}",
+                f"{self.directory} holds a run of {steps} steps, and {self.label} stops at {self.total_steps}",
                 f"use {ending_at(steps, self.config)}, or choose another group",
             )
-        return steps == total
+        return bool(steps == self.total_steps)
+
+
+def point_of(overrides: Sequence[str], ranks: int = 1, label: str = "") -> Point:
+    """The point of these overrides. No GPU is initialised.
+
+    Raises:
+        ConfigError: an override is wrong, or several ranks are to run parallel=none.
+    """
+    config = load_config(overrides)
+    if ranks > 1 and config.parallel.name == "none":
+        raise ConfigError(
+            f"{ranks} ranks, and parallel=none is a run of one process",
+            "add parallel=fsdp, ddp or vocab, or use one rank",
+        )
+    directory = Path(config.results_dir) / config.group / run_name(config, ranks)
+    steps = last_step(config, ranks)
+    return Point(tuple(last_of_each(overrides)), config, directory, label or directory.name, ranks, steps)
 
 
 # -------------------------------------------------------------------------------------------------------- foresee
@@ -125,85 +135,47 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
     common = set(points[0]).intersection(*points)
     with as_first_of(ranks):
         for overrides in points:
-            config = load_config(overrides)
-            check_parallel(config, ranks)
-            label = " ".join(override for override in overrides if override not in common)
-            point = point_of(overrides, config, ranks, label)
-            if point.directory not in found:
+            point = point_of(overrides, ranks, " ".join(one for one in overrides if one not in common))
+            first = found.get(point.directory)
+            if first is None:
                 found[point.directory] = _foresee(point)
-            elif keys := _keys_apart(found[point.directory].config, config):
-                raise _shared_directory(found[point.directory], point, keys)
+            elif first.config != point.config:
+                raise _shared_directory(first, point)
     return list(found.values())
 
 
-def point_of(overrides: Sequence[str], config: Config, ranks: int = 1, label: str = "", **facts: Any) -> Point:
-    """The point of these overrides, which make `config`. No GPU is initialised."""
-    directory = Path(config.results_dir) / config.group / run_name(config, ranks)
-    return Point(tuple(last_of_each(overrides)), config, directory, label or directory.name, ranks, **facts)
-
-
-def check_parallel(config: Config, ranks: int) -> None:
-    """Check that a run can have so many ranks.
-
-    Raises:
-        ConfigError: it has parallel=none.
-    """
-    if ranks > 1 and config.parallel.name == "none":
-        raise ConfigError(
-            f"{ranks} ranks, and parallel=none is a run of one process",
-            "add parallel=fsdp, ddp or vocab, or use one rank",
-        )
-
-
-def _keys_apart(first: Config, second: Config) -> list[str]:
-    """The keys in which two points differ, but for the spelling of paths."""
-    here, there = ({**dict(leaves(dataclasses.asdict(one))), **paths(one)} for one in (first, second))
-    return sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-
-
-def _shared_directory(first: Point, second: Point, keys: list[str]) -> ConfigError:
-    if second.config.run_name:
-        remedy = "leave run_name out, so that each point is named after what it varies"
-    elif not {"trainer.max_steps", "trainer.max_tokens"} & {*keys}:
-        told = f"names do not tell these values of {', '.join(keys)} apart"
-        remedy = f"{told}: leave it out of the sweep, or give each value its own group"
-    elif second.config.schedule.name == CONSTANT:
-        remedy = "a constant schedule has no end, so they are one run: keep the longest, or use schedule=cosine"
-    else:
-        remedy = f"leave {HORIZON}=null, so that the schedule of each ends with its steps and its name says where"
+def _shared_directory(first: Point, second: Point) -> ConfigError:
+    here, there = (dict(leaves(dataclasses.asdict(point.config))) for point in (first, second))
+    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    remedy = f"names do not tell {', '.join(keys)} apart: leave run_name out, or give each value a group of its own"
+    if not second.config.run_name and {"trainer.max_steps", "trainer.max_tokens"} & {*keys}:
+        remedy = f"use schedule=cosine {HORIZON}=null, so that each name says where its run ends"
     return ConfigError(f"the points {first.label} and {second.label} would share {first.directory}", remedy)
 
 
 def _foresee(point: Point) -> Point:
     from linrnn.data import vocabulary_size
-    from linrnn.experiments.dry_run import inputs_elsewhere, seconds_of_run
-    from linrnn.training.checkpoint import found
+    from linrnn.experiments.dry_run import seconds_of_run
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
     config = point.config
     try:
-        plan = make_training_plan(config)
-        check_memory_budget(config.memory_budget_gib, plan.device)
-        check_step_fits(plan, plan.architecture(vocabulary_size(config.data)))
+        device = resolve_device(config.device)
+        plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
+        arch = plan.architecture(vocabulary_size(config.data))
+        estimate, seconds = plan.memory_estimate(arch), seconds_of_run(plan, arch)
+        memory = None if estimate is None else estimate.peak
+        total = None if seconds is None else START_SECONDS + seconds
+        point = dataclasses.replace(point, memory_bytes=memory, seconds=total)
+        make_training_plan(config)
+        check_memory_budget(config.memory_budget_gib, device)
+        check_step_fits(plan, arch)
     except OutOfMemoryError:  # the run itself will give this result
         pass
     except (UnsupportedError, ConfigError) as error:
         point = dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}")
-    try:
-        device = resolve_device(config.device)
-        plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
-        arch = plan.architecture(vocabulary_size(config.data))
-        estimate, steps, seconds = plan.memory_estimate(arch), plan.total_steps, seconds_of_run(plan, arch)
-    except (UnsupportedError, ConfigError):
-        if point.refusal is None:
-            raise
-        return point
-    resumes = config.trainer.resume != "never" and bool(found(point.directory / CHECKPOINTS))
-    missing = next(iter(inputs_elsewhere(config, resumes=resumes)[0]), None)
-    memory = None if estimate is None else estimate.peak
-    seconds = None if seconds is None else START_SECONDS + seconds
-    return dataclasses.replace(point, total_steps=steps, memory_bytes=memory, seconds=seconds, missing=missing)
+    return point
 
 
 # ------------------------------------------------------------------------------------------------------------ run

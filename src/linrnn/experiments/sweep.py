@@ -1,8 +1,7 @@
 """Run many runs, each in its own process: `scripts/sweep.py`. If one point fails, all others still run."""
 
-import math
+import dataclasses
 import os
-import re
 import shlex
 import time
 from collections import Counter, deque
@@ -14,9 +13,9 @@ from linrnn.config.grids import sweep_points
 from linrnn.config.schema import RunSweepConfig
 from linrnn.core.errors import (
     ConfigError,
-    DataError,
     DivergedError,
     InterruptedRun,
+    LinrnnError,
     SweepFailure,
     UnsupportedError,
     first_line,
@@ -24,7 +23,7 @@ from linrnn.core.errors import (
 from linrnn.core.interrupts import StopRequest, worker_processes
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started, python
-from linrnn.experiments.launching import launch, read_launcher
+from linrnn.experiments.launching import launch
 from linrnn.experiments.points import (
     ANSWERS,
     LOGS,
@@ -48,46 +47,41 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     """Run every point of `config.sweep` that has no answer yet. Print progress, and at the end all statuses.
 
     Args:
-        overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`). Hydra's, as
-            `hydra/launcher=submitit_slurm`, choose a cluster; without them points are processes of this machine.
+        overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`).
 
     Raises:
         ConfigError: an override is wrong, or there are too few GPUs for the jobs and their ranks.
-        DataError: no point that is left to run has its data and weights on this machine.
         InterruptedRun: after Ctrl-C or SIGTERM; the running points have written a checkpoint.
         SweepFailure: a point failed or diverged.
         UnsupportedError: no point can run here.
     """
     for target in config.sweep.targets:
         parse_target(target)
-    ranks = config.sweep.ranks
-    launcher = [override for override in overrides if re.match(r"[+~]*hydra\b", override)]
-    overrides = [override for override in overrides if override not in launcher]
+    ranks, on_cluster = config.sweep.ranks, config.cluster != "none"
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), ranks)
-    if launcher:
-        read_launcher(launcher)  # a wrong one is refused at once
-        points = [point.on_a_cluster() for point in points]
-    slots = [] if launcher else slots_of(config.jobs, gpus, ranks, share=config.share_gpus)
-    ahead = pending(points, config.retry)
+    if on_cluster:  # its machines may run what this one cannot: a job itself says so
+        points = [dataclasses.replace(point, refusal=None) for point in points]
+    slots = [] if on_cluster else slots_of(config.jobs, gpus, ranks, share=config.share_gpus)
+    open_points = [point for point in points if not point.is_answered(config.retry)]
+    refused, ahead = ([point for point in open_points if (point.refusal is None) == runs] for runs in (False, True))
     if config.dry_run:
-        for line in listing(points, config, gpus):
+        for line in listing(points, ahead, min(config.jobs, max(1, len(gpus) // ranks))):
             say(line)
+    for reason in dict.fromkeys(point.refusal for point in refused):
+        say(f"unsupported: {', '.join(point.label for point in refused if point.refusal == reason)}: {reason}")
+    if config.dry_run:
+        say("nothing was run or written")
         return
     for point in points:
         check_outputs(point.config)
-    for line in check_inputs(ahead):
-        say(line)
     if config.sweep.targets:
         for group in {point.directory.parent for point in points}:
             store_targets(config.sweep.targets, group)
-    refused = [point for point in points if point.refusal is not None and not point.is_answered(config.retry)]
     for point in refused:
         write_summary(point, "unsupported", point.refusal or "")
-    for reason, labels in _by_reason(refused, lambda point: point.refusal).items():
-        say(f"unsupported: {labels}: {reason}")
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
-    if launcher and ahead:
-        _submit(ahead, launcher, say)
+    if on_cluster and ahead:
+        _submit(ahead, config, say)
     elif ahead:
         run_points(ahead, [threads_of(config.jobs) | slot for slot in slots], say, config.report_every_seconds)
     _judge(points, say)
@@ -109,90 +103,33 @@ def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def _by_reason(points: Sequence[Point], reason: Callable[[Point], str | None]) -> dict[str, str]:
-    """Every reason, and the labels of the points that have it."""
-    labels: dict[str, list[str]] = {}
-    for point in points:
-        if (found := reason(point)) is not None:
-            labels.setdefault(found, []).append(point.label)
-    return {found: ", ".join(those) for found, those in labels.items()}
-
-
-# --------------------------------------------------------------------------------------------------- the dry run
-def listing(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str] = ()) -> list[str]:
-    """The dry run's lines: name, memory, time and state of every point, then reasons and sums.
+def listing(points: Sequence[Point], ahead: Sequence[Point], at_a_time: int) -> list[str]:
+    """The dry run's lines: name, memory, time and state of every point, then the sums.
 
     Args:
-        gpus: those that the points may use; empty: the points run on the CPU.
+        ahead: the points to run.
+        at_a_time: how many of them run at once.
     """
     width = max(len(point.label) for point in points)
-    lines = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"]
-    states, reasons = Counter[str](), dict[str, int]()  # each reason is said once, below the table
+    lines, states = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"], Counter[str]()
     for point in points:
-        state, reason = _state(point, config.retry)
+        state = "to run" if point in ahead else "unsupported" if point.refusal else (point.summary() or {})["status"]
         states[state] += 1
-        budget = point.config.memory_budget_gib or math.inf
-        if reason:
-            state += f" ({reasons.setdefault(reason, len(reasons) + 1)})"
-        elif state == "to run" and (point.memory_bytes or 0) > budget * GIB:
-            state += f", will hardly fit the {budget:g} GiB budget"
         memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
         seconds = "unknown" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
-    lines += ["", *(f"({number}) {reason}" for reason, number in reasons.items())]
-    lines.append(f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}")
-    if config.sweep.ranks > 1:
-        lines.append(f"each point has {config.sweep.ranks} ranks; its memory is that of one")
+    foreseen = [point.seconds for point in ahead if point.seconds is not None]
+    in_all = ""
+    if foreseen and len(foreseen) == len(ahead):
+        in_all = f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
+    of_one = f"; each point has {points[0].ranks} ranks, and its memory is that of one" * (points[0].ranks > 1)
     return [
         *lines,
+        "",
+        f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}{of_one}",
         "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with "
-        f"{START_SECONDS:.0f} s a point to start, without tuning"
-        + _in_all(pending(points, config.retry), config, gpus),
-        "nothing was run or written",
+        f"{START_SECONDS:.0f} s a point to start, without tuning{in_all}",
     ]
-
-
-def pending(points: Sequence[Point], retry: bool) -> list[Point]:
-    """The points that a sweep would start."""
-    return [point for point in points if point.refusal is None and not point.is_answered(retry)]
-
-
-def check_inputs(points: Sequence[Point]) -> list[str]:
-    """Lines that name the points whose data or weights are not on this machine.
-
-    Raises:
-        DataError: no point has its data and weights here.
-    """
-    lacking = [point.missing for point in points if point.missing is not None]
-    if points and len(lacking) == len(points):
-        causes, remedies = (dict.fromkeys(words) for words in zip(*((e.cause, e.remedy) for e in lacking), strict=True))
-        raise DataError(
-            f"none of {len(points)} points can start: {'; '.join(causes)}",
-            f"{'; '.join(remedies)}; nothing was started",
-        )
-    by_cause = _by_reason(points, lambda point: point.missing.cause if point.missing else None)
-    return [f"{labels} will fail: not on this machine: {cause}" for cause, labels in by_cause.items()]
-
-
-def _state(point: Point, retry: bool) -> tuple[str, str | None]:
-    """What a sweep would do with the point, and why it cannot run."""
-    summary = point.summary()
-    if summary is not None and point.is_answered(retry):
-        return str(summary["status"]), None
-    if point.refusal:
-        return "unsupported", point.refusal
-    if point.missing:
-        return "no data", f"not on this machine: {point.missing.cause}; {point.missing.remedy}"
-    return "to run", None
-
-
-def _in_all(points: Sequence[Point], config: RunSweepConfig, gpus: Sequence[str]) -> str:
-    """The time of all points, in words; empty if a time is unknown. Points that share a GPU share its time."""
-    foreseen = [point.seconds for point in points if point.seconds is not None]
-    if not foreseen or len(foreseen) < len(points):
-        return ""
-    at_a_time = min(config.jobs, max(1, len(gpus) // config.sweep.ranks)) if gpus else 1
-    return f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
 
 
 # ------------------------------------------------------------------------------------------------------- the loop
@@ -203,7 +140,7 @@ def run_points(
     report_every_seconds: float,
     command: Callable[[Point], Sequence[str]] | None = None,
 ) -> None:
-    """Run points, one in each slot at a time. A point that another command runs is waited for.
+    """Run points, one in each slot at a time. A point that another process still runs is tried again later.
 
     Args:
         slots: for each slot, environment variables for its processes.
@@ -213,7 +150,6 @@ def run_points(
         InterruptedRun: after Ctrl-C or SIGTERM, once every running point has stopped.
     """
     waiting, free = deque(points), deque(slots)
-    before = {point.directory: point.written_at() for point in points}
     running: list[tuple[Process, dict[str, str], float]] = []
     took: list[float] = []  # seconds of points that finished here
     reported = time.monotonic()
@@ -225,37 +161,28 @@ def run_points(
         left = sum(took) / len(took) * (len(waiting) + len(running)) - spent if took else 0
         say(f"{place}{point.label}: {words}" + (f"; about {duration(left / len(slots))} left" if left > 0 else ""))
 
-    def start_next() -> None:
-        point = waiting.popleft()
-        if point.run_directory().in_use():  # by a run of another command, or one that an earlier sweep left behind
-            waiting.append(point)
-            return
-        summary, is_new = point.summary(), point.written_at() != before[point.directory]
-        if summary and point.is_answered(retry=not is_new):
-            tell(point, f"{summary['status']} by another process")
-            return
-        process = Process(point, free[0], command and command(point))
-        running.append((process, free.popleft(), time.monotonic()))
-        tell(point, "started")
-
-    def collect() -> None:
-        for entry in [entry for entry in running if entry[0].ended()]:
-            process, slot, began = entry
-            running.remove(entry)
-            free.append(slot)
-            seconds, summary = time.monotonic() - began, process.conclude()
-            if summary["status"] == "finished":
-                took.append(seconds)
-            tell(process.point, f"{outcome(summary)} ({duration(seconds)})")
-
     with StopRequest() as stop:
         try:
             while (waiting or running) and stop.signal_number is None:
                 for _ in range(len(waiting)):
-                    if free:
-                        start_next()
+                    if not free:
+                        break
+                    point = waiting.popleft()
+                    if point.run_directory().in_use():  # as one that a killed sweep left behind, which saves and ends
+                        waiting.append(point)
+                        continue
+                    process = Process(point, free[0], command and command(point))
+                    running.append((process, free.popleft(), time.monotonic()))
+                    tell(point, "started")
                 time.sleep(POLL_SECONDS)
-                collect()
+                for entry in [entry for entry in running if entry[0].ended()]:
+                    process, slot, began = entry
+                    running.remove(entry)
+                    free.append(slot)
+                    seconds, summary = time.monotonic() - began, process.conclude()
+                    if summary["status"] == "finished":
+                        took.append(seconds)
+                    tell(process.point, f"{outcome(summary)} ({duration(seconds)})")
                 if time.monotonic() - reported >= report_every_seconds:
                     reported = time.monotonic()
                     for process, _, began in running:
@@ -346,14 +273,14 @@ def run_alone(point: Point) -> str:
     return str(Process(point, {}).finish()["status"])
 
 
-def _submit(points: Sequence[Point], launcher: Sequence[str], say: Say) -> None:
+def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
     directory = points[0].directory.parent / LOGS / "cluster"
-    say(f"submitting {len(points)} jobs ({shlex.join(launcher)}); their files are in {directory}")
+    say(f"submitting {len(points)} jobs (cluster={config.cluster}); their files are in {directory}")
     problem, before = "the job left no summary", [point.written_at() for point in points]
     try:
-        launch(run_alone, points, launcher, directory.absolute())
-    except ConfigError:
+        launch(run_alone, points, config.cluster, config.resources, directory.absolute())
+    except LinrnnError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run
         problem = f"the job was lost: {first_line(error)}"
@@ -382,15 +309,12 @@ def _judge(points: Sequence[Point], say: Say) -> None:
         raise UnsupportedError(
             f"none of {len(points)} points can run here", "the lines above say why; change the points or the machine"
         )
-    failed = {name: status for name, status in statuses.items() if status not in OUTCOMES}
-    if failed:
-        words = [f"{name} ({status})" for name, status in failed.items()]
-        logs = [point.log for point in points if point.label in failed]
-        folders = ", ".join(sorted({str(log.parent / "*.log") for log in logs}))
-        where = f"reason is in {logs[0]}" if len(logs) == 1 else f"reasons are in {folders}"
-        diverged = {*failed.values()} == {"diverged"}
+    if failed := [point for point in points if statuses[point.label] not in OUTCOMES]:
+        diverged = {statuses[point.label] for point in failed} == {"diverged"}
+        logs = " and ".join(sorted({f"{point.log.parent}/*.log" for point in failed}))
         raise SweepFailure(
-            f"{len(failed)} of {len(points)} points did not finish: {', '.join(words)}",
-            f"the {where}; the same command{' with retry=true' * diverged} runs them again",
+            f"{len(failed)} of {len(points)} points did not finish: "
+            + ", ".join(f"{point.label} ({statuses[point.label]})" for point in failed),
+            f"the reasons are in {logs}; the same command{' with retry=true' * diverged} runs them again",
             DivergedError.exit_code if diverged else SweepFailure.exit_code,
         )
