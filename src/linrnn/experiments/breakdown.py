@@ -2,19 +2,17 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrnn import costs
 from linrnn.config.schema import TrainerConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
-from linrnn.experiments.dry_run import kernel_flops
 from linrnn.losses import LossOutput
 from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
@@ -24,22 +22,14 @@ from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import device_name
 
-# Parts of the time, and the components of the FLOPs that belong to each.
 SCAN = "mixer/scan"  # all of a mixer but its linear layers: recurrence or attention, convolutions, gates, norms
-FLOPS_OF = {
-    "mixer": ("mixer_projections", "mixer_scan"),
-    PROJECTIONS: ("mixer_projections",),
-    SCAN: ("mixer_scan",),
-    "mlp": ("mlp",),
-    "loss": ("vocabulary",),
-}
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
 STATE = ("parameters", "gradients", "optimizer", "activations")
 
 
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str, Any]:
-    """Measure training steps by component, beside the formulas. In bytes, seconds and FLOPs; None: not measured.
+    """Measure training steps by component. In bytes, which stand beside the formulas', and seconds; None: not measured.
 
     After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
     step measures the memory without an output layer.
@@ -52,13 +42,11 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
         run, environment: what was measured, as in a run's summary, and where.
         memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
         time: part -> {"forward", "backward", "recomputed"}, medians; step, optimizer and host have "total".
-        flops: component -> {"forward", "backward", "recomputed"}, as the kernels compute them; optimizer: "update".
-        mfu, mfu_6n: see :mod:`linrnn.costs.flops`; hardware_utilisation counts everything that the kernels compute.
         steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds.
     """
     memory_observer = trainer.log.memory
     saved = SavedActivations(trainer.model)
-    times = []
+    times: list[dict[str, float]] = []
     with collected_at_known_points():
         for _ in range(warmup_steps):
             _step(trainer)
@@ -70,13 +58,29 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
             clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
             trainer.log.memory = clock
             _step(trainer, clock.watch())
-            times.append(clock.seconds())
+            times.append(with_scan(clock.seconds()))
         trainer.log.memory = memory_observer
         trainer.loss = sum_of_inputs  # this step makes the weights meaningless, so it comes last
         memory_observer.start()
         _step(trainer)
         measured["without_loss_layer"] = memory_observer.report().get("peak")
-    return assemble(trainer.plan, trainer.architecture, name, measured, dict(saved.bytes), times)
+    plan, arch = trainer.plan, trainer.architecture
+    return {
+        "run": {
+            **names_of_run(plan.config, name, world_size=1),
+            "optimizer": plan.config.optimizer.name,
+            "precision": plan.precision,
+            "device": device_name(plan.device),
+            "vocab_size": arch.vocab_size,
+        },
+        "environment": describe_environment(),
+        "memory": _memory(plan, arch, measured, saved.bytes),
+        "time": {
+            **{part: {one: median(times, f"{part}/{one}") for one in PASSES} for part in (*TIMED, PROJECTIONS, SCAN)},
+            **{part: {"total": median(times, part)} for part in ("optimizer", "step", "host")},
+        },
+        "steps": times,
+    }
 
 
 def _step(trainer: Any, watched: contextlib.AbstractContextManager[None] | None = None) -> None:
@@ -104,59 +108,6 @@ def sum_of_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Los
     return LossOutput(hidden_ND.sum(dtype=torch.float32) + weight_VD.sum(dtype=torch.float32), labels_N.new_ones(()))
 
 
-def assemble(
-    plan: Plan,
-    arch: Architecture,
-    name: str,
-    measured: dict[str, int | None],
-    saved: dict[str, int],
-    times: Sequence[dict[str, float]],
-) -> dict[str, Any]:
-    """The measured figures beside the formulas.
-
-    Args:
-        measured: :meth:`linrnn.profiling.MemoryByComponent.report`, and `without_loss_layer`: the peak of a step with
-            :func:`sum_of_inputs`.
-        saved: :attr:`linrnn.profiling.components.SavedActivations.bytes` of one step.
-        times: :meth:`linrnn.profiling.components.PartClock.seconds` of every timed step.
-    """
-    config, trainer = plan.config, plan.config.trainer
-    step, flops, device = median(times, "step"), kernel_flops(plan, arch), device_name(plan.device)
-    peak = costs.peak_flops_per_second(device, plan.precision)
-    times = [with_scan(seconds) for seconds in times]
-    by_component = None
-    if flops is not None:
-        passes = dict(zip(PASSES, (flops.forward, flops.backward, flops.recomputed), strict=True))
-        by_component = {name: {pass_: of.get(name, 0) for pass_, of in passes.items()} for name in flops.forward}
-        by_component["optimizer"] = {"update": flops.update}
-    return {
-        "run": {
-            **names_of_run(config, name, world_size=1),
-            "optimizer": config.optimizer.name,
-            "precision": plan.precision,
-            "device": device,
-            "vocab_size": arch.vocab_size,
-        },
-        "environment": describe_environment(),
-        "memory": _memory(plan, arch, measured, saved),
-        "time": {
-            **{part: {one: median(times, f"{part}/{one}") for one in PASSES} for part in (*TIMED, PROJECTIONS, SCAN)},
-            **{name: {"total": median(times, name)} for name in ("optimizer", "step", "host")},
-        },
-        "flops": by_component,
-        **costs.mfu(
-            arch,
-            seq_len=trainer.seq_len,
-            tokens_per_second=step and plan.sequences_of_rank * trainer.accumulation_steps * trainer.seq_len / step,
-            device_name=device,
-            precision=plan.precision,
-        ),
-        "hardware_utilisation": flops.total / (step * peak) if flops and step and peak else None,
-        "peak_flops_per_second": peak,
-        "steps": times,
-    }
-
-
 def with_scan(seconds: dict[str, float]) -> dict[str, float]:
     """The times of one step, and what is left of each pass of the mixers without their projections."""
     left = {
@@ -174,7 +125,7 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
 
 
 def _memory(
-    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: dict[str, int]
+    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: Mapping[str, int]
 ) -> dict[str, dict[str, int | None]]:
     estimate = plan.memory_estimate(arch)
     formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
@@ -229,51 +180,31 @@ def _memory_lines(b: dict[str, Any]) -> list[str]:
 
 
 def _time_lines(b: dict[str, Any]) -> list[str]:
-    step = b["time"]["step"]["total"]
     timed = seconds_of_steps(b)
 
-    def share(part: str, otherwise: float | None) -> str:
-        """Of the step, with the 90 % interval over the timed steps, or another figure without one."""
-        found = share_of_step(timed, part) if part in timed[0] and part != "step" else None
-        if found is None or found.low is None:
-            return show(otherwise, ".1%")
-        return f"{found.value:.1%} ({found.low:.1%} to {found.high:.1%})"
+    def share(part: str) -> str:
+        """Of the step, with the 90 % interval over the timed steps where there is one."""
+        if part not in timed[0]:
+            return "-"
+        found = share_of_step(timed, part)
+        interval = "" if found.low is None or part == "step" else f" ({found.low:.1%} to {found.high:.1%})"
+        return f"{found.value:.1%}{interval}"
 
     rows: list[tuple[str, ...]] = []
     for part in ("embedding", "norms", "mixer", PROJECTIONS, SCAN, "mlp", "loss"):
-        total = sum(value or 0 for value in b["time"][part].values())
-        of_part = sum(sum(b["flops"][component].values()) for component in FLOPS_OF.get(part, ())) if b["flops"] else 0
-        rate = of_part / total if of_part and total else None
-        rows.append(
-            (
-                part if part in TIMED else f"of it {part.removeprefix('mixer/')}",
-                *(show(b["time"][part][pass_], ".2f", 1e-3) for pass_ in PASSES),
-                share(part, total / step if step else None),
-                "-" if rate is None else _digits(rate / 1e12),
-                show(rate / b["peak_flops_per_second"] if rate and b["peak_flops_per_second"] else None, ".1%"),
-            )
-        )
+        name = part if part in TIMED else f"of it {part.removeprefix('mixer/')}"
+        rows.append((name, *(show(b["time"][part][pass_], ".2f", 1e-3) for pass_ in PASSES), share(part)))
     for name in ("optimizer", REST, "step", "host"):
-        spent = median(timed, REST) if name == REST else b["time"][name]["total"]
-        of_step = share(name, spent / step if step and spent is not None else None)
-        rows.append((name, "", "", "", f"{show(spent, '.2f', 1e-3)} ms, {of_step}", "", ""))
-    passes = (f"{pass_}, ms" for pass_ in PASSES)
-    columns = ("time", *passes, "share of the step", "TFLOP/s", "share of the peak rate")
+        rows.append((name, "", "", "", f"{show(median(timed, name), '.2f', 1e-3)} ms, {share(name)}"))
+    columns = ("time", *(f"{pass_}, ms" for pass_ in PASSES), "share of the step")
     return [
         *Table(columns, rows, words=("time",)).markdown(),
         "",
         f"Shares: the median over {len(b['steps'])} steps of one process, and Student's 90 % interval of the mean, "
-        f"which one slow step widens. MFU {show(b['mfu'], '.1%')} (products that the model's definition needs), "
-        f"{show(b['mfu_6n'], '.1%')} by 6N, {show(b['hardware_utilisation'], '.1%')} with all that kernels compute. "
-        "A part's time is the device's between entering and leaving it, gaps included.",
+        "which one slow step widens. A part's time is the device's between entering and leaving it, gaps included.",
         "",
         "projections: the mixers' linear layers. scan: everything else in the mixers (recurrence or attention, "
         "convolutions, gates, norms). host: until the CPU had given the device all work of the step. Where that is "
         "close to the whole step, the parts hold gaps in which the device waits.",
         "",
     ]
-
-
-def _digits(value: float) -> str:
-    """Two decimals, or three digits if a small model's figure would be 0.00."""
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
