@@ -590,16 +590,14 @@ class GenerateConfig:
     """`python scripts/generate.py checkpoint=results/default/RUN prompt="Once upon a time" [temperature=0.8]`"""
 
     checkpoint: str = option(MUST_BE_GIVEN, "a run, a checkpoint, or a directory of scripts/export.py", path="read")
-    prompt: str | None = option(None, 'text to continue: prompt="Well, then"; -: asks for prompts, one a line')
-    prompt_file: str | None = option(None, "a file with the prompt, taken literally; -: standard input", path="read")
-    prompt_tokens: list[int] | None = option(None, "token ids, as [1,2,3]. All three null: a new document")
+    prompt: str | None = option(None, 'text to continue: prompt="$(cat my.txt)"; -: asks for prompts, one a line')
+    prompt_tokens: list[int] | None = option(None, "token ids, as [1,2,3]. Both null: a new document")
     max_new_tokens: int = option(100, "tokens per sample; a sample ends earlier at the end of a document", minimum=1)
     n_samples: int = option(1, "samples from the same prompt", minimum=1)
     temperature: float = option(1.0, "divides the logits; 0: the most probable token, always", minimum=0)
     top_k: int | None = option(None, "sample from this many most probable tokens; null: from all", minimum=1)
     top_p: float | None = option(None, "sample from the fewest tokens of this probability", minimum=0, maximum=1)
     seed: int = option(0, "the same seed gives the same samples on the same machine", minimum=0)
-    use_state: bool = option(True, "true: keep the state (or keys and values); false: read all tokens again each time")
     device: str = device()
 
 

@@ -1,16 +1,14 @@
 """Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
 import dataclasses
-import io
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from linrnn.config.schema import GenerateConfig
-from linrnn.core.errors import ConfigError, DataError
+from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 from linrnn.inference.load import Trained
 from linrnn.models import tuning
@@ -57,7 +55,6 @@ def samples(trained: Trained, config: GenerateConfig, streamer: Any = None) -> I
 
     Raises:
         ConfigError: text without a tokenizer, text that is not UTF-8, two prompts, or token ids outside the vocabulary.
-        DataError: `prompt_file` cannot be read.
     """
     from transformers import GenerationConfig
 
@@ -70,7 +67,7 @@ def samples(trained: Trained, config: GenerateConfig, streamer: Any = None) -> I
     settings = GenerationConfig(
         **choice,
         max_new_tokens=config.max_new_tokens,
-        use_cache=config.use_state,
+        use_cache=True,
         eos_token_id=eos_id,
         pad_token_id=eos_id or 0,
     )
@@ -86,36 +83,24 @@ def samples(trained: Trained, config: GenerateConfig, streamer: Any = None) -> I
 def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
     """The token ids of the prompt; at least one."""
     vocab_size = trained.model.config.vocab_size
-    given = [name for name in ("prompt", "prompt_file", "prompt_tokens") if getattr(config, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are given", "give one of them")
-    text = config.prompt if config.prompt_file is None else _read(config.prompt_file)
-    if text is None:
+    if config.prompt is not None and config.prompt_tokens is not None:
+        raise ConfigError("prompt and prompt_tokens are given", "give one of them")
+    if config.prompt is None:
         tokens = list(config.prompt_tokens or [])
     elif trained.tokenizer is None:
         remedy = "give token ids instead: prompt_tokens=[1,2,3]"
-        raise ConfigError(f"{given[0]}: {trained.source} has no tokenizer", remedy)
+        raise ConfigError(f"prompt: {trained.source} has no tokenizer", remedy)
     else:
         try:
-            text.encode()  # Python keeps a wrong byte of a command line as half of a surrogate pair
+            config.prompt.encode()  # Python keeps a wrong byte of a command line as half of a surrogate pair
         except UnicodeEncodeError as error:
-            remedy = "convert it to UTF-8, or give a UTF-8 file: prompt_file=…"
-            raise ConfigError(f"{given[0]} is not UTF-8 text", remedy) from error
-        tokens = trained.tokenizer.encode(text)
+            raise ConfigError("prompt is not UTF-8 text", "convert it to UTF-8") from error
+        tokens = trained.tokenizer.encode(config.prompt)
     if not tokens and trained.eos_id is None:
         raise ConfigError("the prompt is empty, and this model has no end-of-document token", "give a prompt")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt_tokens: {wrong[0]} is no token of {vocab_size:,}", f"use 0 to {vocab_size - 1}")
     return tokens or [trained.eos_id or 0]
-
-
-def _read(path: str) -> str:
-    if path == "-" and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the terminal's encoding
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"prompt_file={path} cannot be read as text ({error})", "name a UTF-8 file, or -") from error
 
 
 def readable(trained: Trained, tokens: list[int]) -> str:
