@@ -30,10 +30,10 @@ from linrnn.core.errors import (
     ran_out_of_memory,
 )
 from linrnn.core.machine import wait_asleep_if_busy  # this module notes when the process began
-from linrnn.core.output import as_started, drop_output, open_streams, output_error, say
+from linrnn.core.output import as_started, drop_output, open_streams, say
 from linrnn.core.redaction import scrub
 
-_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EIO}
 HELP_FLAGS = {"--help", "-h"}
 
 
@@ -169,10 +169,10 @@ def guarded(action: Callable[[], int | None]) -> int:
 
 def _limit(error: Exception) -> LinrnnError | None:
     """The error for a limit of the machine (output, storage or memory) behind an exception; None for a bug."""
-    if isinstance(error, OSError) and output_error(error):
-        return StorageError(f"standard output cannot be written ({error.strerror})", "free space or send it elsewhere")
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
-        what = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+        if error.filename is None:
+            drop_output(sys.stdout)  # Python would fail again when it ends, and change the exit code
+        what = f"{error.strerror}: {error.filename or 'standard output, or an open file'}"
         return StorageError(what, "free space or write elsewhere (results_dir=…, data.cache_dir=…, output=…)")
     if ran_out_of_memory(error):
         return out_of_memory(

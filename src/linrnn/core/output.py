@@ -36,9 +36,6 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     stream = stream or sys.stdout
     try:
         print(text, file=stream, end=end, flush=True)
-    except RuntimeError:  # a signal handler interrupted a print: write past the buffer
-        with contextlib.suppress(OSError):
-            os.write(stream.fileno(), f"{text}{end}".encode(errors="backslashreplace"))
     except OSError as error:
         drop_output(stream)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
@@ -67,16 +64,3 @@ def drop_output(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
-
-
-def output_error(error: BaseException) -> bool:
-    """Whether `error` came from standard output; if so, standard output is dropped. A second write finds out."""
-    if not isinstance(error, OSError) or error.filename is not None:
-        return False
-    try:
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError:
-        drop_output(sys.stdout)
-        return True
-    return False
