@@ -46,8 +46,7 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
     options = [(group, option) for group, option in {**menu, **of_experiment, **given}.items() if option]
     for title, text in [manual_of_command(config_name), *(manual_of(*option) for option in options)]:
         lines += ["", f"--- {title}", text]
-    text = as_started("\n".join(lines).strip())
-    return "\n".join(short for line in text.splitlines() for short in _fitted(line))
+    return "\n".join(map(_fitted, as_started("\n".join(lines).strip()).splitlines()))
 
 
 def written_as(name: str) -> list[str]:
@@ -63,41 +62,36 @@ def manual_of(group: str, option: str) -> tuple[str, str]:
 
     Experiments and sweeps are shown as their files stand.
     """
-    defaults = defaults_of_option(group, option)
-    path = compose.CONFIG_DIR / group / f"{option}.yaml"
+    defaults, path = defaults_of_option(group, option), compose.CONFIG_DIR / group / f"{option}.yaml"
     if not path.exists():
         about = ABOUT.get((group, option)) or inspect.getdoc(type(defaults)) or ""
-        return f"{group}={option}", "\n".join([*_comment(about), *_keys(defaults, {})])
+        return f"{group}={option}", "\n".join([_comment(about), *_keys(defaults, {})])
     text, title = path.read_text(encoding="utf-8").rstrip(), f"configs/{group}/{path.name}"
     if group in ("experiment", "sweep"):
         return title, text
-    about = text[: text.index("\nname:")].rstrip()
-    return title, "\n".join([about, *_keys(defaults, yaml.safe_load(text))])
+    return title, "\n".join([text[: text.index("\nname:")].rstrip(), *_keys(defaults, yaml.safe_load(text))])
 
 
 def manual_of_command(name: str) -> tuple[str, str]:
     """As :func:`manual_of`, for a command: its menu, if it has groups, then its own keys."""
     schema, path = COMMANDS[name], compose.CONFIG_DIR / f"{name}.yaml"
-    menu = [path.read_text(encoding="utf-8").rstrip(), ""] if path.exists() else []
-    title = f"configs/{path.name}" if menu else "keys of this command"
-    return title, "\n".join([*menu, *_comment(inspect.getdoc(schema) or ""), *_keys(schema, {})])
+    own = [_comment(inspect.getdoc(schema) or ""), *_keys(schema, {})]
+    if not path.exists():
+        return "keys of this command", "\n".join(own)
+    return f"configs/{path.name}", "\n".join([path.read_text(encoding="utf-8").rstrip(), "", *own])
 
 
-def _fitted(line: str) -> list[str]:
+def _fitted(line: str) -> str:
     """A line in at most WIDTH columns. Its comment goes on below itself, all else is indented once more."""
     value, mark, meaning = line.partition("# ")
-    if len(line) <= WIDTH:
-        return [line]
-    if not mark or len(value) > WIDTH / 2:
+    if len(line) <= WIDTH or not mark or len(value) > WIDTH / 2:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    first, *more = textwrap.wrap(meaning, WIDTH - len(value) - 2)
-    below = value if not value.strip() else " " * len(value)
-    return [f"{value}{mark}{first}", *(f"{below}# {words}" for words in more)]
+        return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(f"# {meaning}", WIDTH, initial_indent=value, subsequent_indent=f"{'':<{len(value)}}# ")
 
 
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
+def _comment(text: str) -> str:
+    return f"# {' '.join(text.split())}"
 
 
 def _keys(schema: Any, values: dict[str, Any]) -> Iterator[str]:
@@ -119,9 +113,5 @@ def _keys(schema: Any, values: dict[str, Any]) -> Iterator[str]:
         ).strip()
         low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
         bounds = f"; {low:g} to {high:g}" if None not in (low, high) else f"; ≥ {low:g}" if low is not None else ""
-        meaning = field.metadata["meaning"] + bounds
-        if "\n" in shown:
-            yield from [*_comment(meaning), *shown.splitlines()]
-        else:
-            first, *more = textwrap.wrap(meaning, WIDTH - 32)  # nested keys are indented
-            yield from [f"{shown:<27} # {first}", *(f"{'':<27} # {line}" for line in more)]
+        meaning = f"# {field.metadata['meaning']}{bounds}"
+        yield from [meaning, *shown.splitlines()] if "\n" in shown else [f"{shown:<27} {meaning}"]
