@@ -315,7 +315,7 @@ def test_what_fla_cannot_build_anywhere_is_not_sent_to_a_gpu(name, cause, small)
 
 def test_the_name_of_a_model_of_fla_s_leads_to_it():
     with pytest.raises(ConfigError, match=r"FLA has it: model=fla model\.config=rwkv7; nearest: "):
-        load_config(["model=RWKV-7"])
+        load_config(["model=rwkv7"])
     with pytest.raises(ConfigError) as error:
         load_config(["model=rwkv8"])
     assert "FLA has it" not in error.value.remedy

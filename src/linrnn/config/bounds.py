@@ -5,7 +5,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
                 yield from fields_of(item, f"{name}.")
         else:
             yield key, config, field
+
+
+def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
+    """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
+    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
+    return ranked[:count]
 
 
 def validate(config: Any) -> None:

@@ -7,7 +7,6 @@ imported when something is composed: `--help` needs neither.
 
 import copy
 import dataclasses
-import difflib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast, get_origin
 
 import yaml
 
-from linrnn.config.bounds import validate
-from linrnn.config.fla import find_fla_model, settle_fla_model
+from linrnn.config.bounds import nearest, validate
+from linrnn.config.fla import fla_models, settle_fla_model
 from linrnn.config.overrides import check_overrides, check_text, key_of, read_value, written
 from linrnn.config.schema import (
     ABOUT,
@@ -105,12 +104,6 @@ def options_in(path: Path) -> dict[str, str | None]:
     return {key.split("/")[-1]: option for one in entries for key, option in one.items()}
 
 
-def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
-    ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
-    return ranked[:count]
-
-
 def check_option(group: str, option: str, menu: dict[str, str | None]) -> None:
     """Check that a group has an option. `null` leaves out a group that the menu leaves out, too.
 
@@ -120,8 +113,7 @@ def check_option(group: str, option: str, menu: dict[str, str | None]) -> None:
     options = options_of(group)
     if option in options or (option == "null" and menu[group] is None):
         return
-    known = find_fla_model(option) if group == "model" else None
-    of_fla = f"FLA has it: model=fla model.config={known}; " if known else ""
+    of_fla = f"FLA has it: model=fla model.config={option}; " * (group == "model" and option in fla_models())
     raise ConfigError(
         f"{group}={option[:200]}: there is no such {group}",
         f"{of_fla}nearest: {', '.join(nearest(option[:200], options))}; all: {', '.join(options)}",
@@ -141,8 +133,6 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     options = dict(override.split("=", 1) for override in overrides if key_of(override) in menu)
     for group, option in options.items():
         check_option(group, option, menu)
-    if "experiment" not in options:  # nothing else chooses an option, so the defaults need no mention
-        options = {group: option for group, option in options.items() if option != menu[group]}
     chosen = tuple(sorted(f"{group}={option}" for group, option in options.items() if option != "null"))
     composed = copy.deepcopy(_composed(chosen, config_name, CONFIG_DIR))
     for override in overrides:
@@ -244,11 +234,11 @@ def _unknown_key(key: str, composed: "DictConfig") -> ConfigError:
         for option, schema in SCHEMAS.get(group, {}).items()
         if option and leaf in {field.name for field in dataclasses.fields(schema)}
     ]
-    names = [*(name.partition(".")[0] for name in valid), *(["experiment"] if "trainer" in composed else [])]
-    groups = [] if group else difflib.get_close_matches(key, names, n=1)
-    likely = [*(f"{name}=…" for name in groups if name not in valid), *nearest(key, valid)]
+    groups = [*(SCHEMAS.keys() & composed.keys()), *(["experiment"] if "trainer" in composed else [])]
+    options = [] if group else [f"{name}=…" for name in groups]
+    likely = f"nearest: {', '.join(nearest(key, [*options, *valid]))}"
     siblings = [name.removeprefix(f"{group}.") for name in valid if group and name.startswith(f"{group}.")]
-    remedy = f"it is an option of {', '.join(owners)}" if owners else f"nearest: {', '.join(likely)}"
+    remedy = f"it is an option of {', '.join(owners)}" if owners else likely
     return ConfigError(
         f"{key}: there is no such key", remedy + (f"; {group} has: {', '.join(siblings)}" if siblings else "")
     )
@@ -312,11 +302,9 @@ def data_for(run: DataConfig, overrides: Sequence[str], tokenizer: Path | None =
         if tokenizer is None or chosen or not hasattr(data, "tokenizer"):
             return data
         return dataclasses.replace(data, tokenizer=str(tokenizer))  # type: ignore[call-arg]
-    composed = compose_config([f"data={run.name}", *overrides])
-    for field in dataclasses.fields(run):
-        if field.name != "cache_dir" and f"data.{field.name}" not in named:
-            composed.data[field.name] = getattr(run, field.name)
-    return to_config(composed).data
+    own = {f"data.{key}": value for key, value in dataclasses.asdict(run).items() if key not in ("name", "cache_dir")}
+    lines = [f"data={run.name}", *(written(key, value) for key, value in own.items() if key not in named), *overrides]
+    return load_config(lines).data
 
 
 def read_config(path: Path) -> Config:

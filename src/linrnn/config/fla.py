@@ -1,6 +1,5 @@
 """`model=fla`: find FLA's model by name, or read a config.json. FLA itself is not imported."""
 
-import difflib
 import functools
 import importlib.util
 import json
@@ -8,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from linrnn.config.bounds import nearest
 from linrnn.config.schema import FlaModelConfig
 from linrnn.core.errors import ConfigError
 
@@ -33,23 +33,8 @@ def fla_models() -> dict[str, str]:
     return found
 
 
-def find_fla_model(name: str) -> str | None:
-    """FLA's `model_type` for a name; case, dashes, underscores and spaces do not matter. None if it has no such model.
-
-    Without FLA every name stays as it is: linrnn.models.support says that FLA is missing.
-    """
-
-    def plain(word: str) -> str:
-        return re.sub(r"[-_ ]", "", word.lower())
-
-    known = fla_models()
-    return {plain(word): model for model, module in known.items() for word in (module, model)}.get(
-        plain(name), None if known else name
-    )
-
-
 def settle_fla_model(model: FlaModelConfig) -> None:
-    """Replace `model.config` by FLA's own name. A config.json is read: its fields become options, where none is given.
+    """Check `model.config`. A config.json is read: its fields become options, where none is given.
 
     A run's configuration therefore holds the whole model, and the file may change or vanish.
 
@@ -69,10 +54,10 @@ def settle_fla_model(model: FlaModelConfig) -> None:
             ) from error
         kept = {key: value for key, value in fields.items() if key not in NOT_READ and value is not None}
         model.options = {**kept, **model.options}
-    if (name := find_fla_model(given)) is None:
-        known = sorted(fla_models())
+    known = sorted(fla_models())
+    if known and given not in known:  # without FLA every name stays: linrnn.models.support says that it is missing
         raise ConfigError(
             f"model.config={given}: FLA has no such model, and this is no config.json",
-            f"nearest: {', '.join(difflib.get_close_matches(given.lower(), known, cutoff=0))}; all: {', '.join(known)}",
+            f"nearest: {', '.join(nearest(given.lower(), known))}; all: {', '.join(known)}",
         )
-    model.config = name
+    model.config = given
