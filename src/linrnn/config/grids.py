@@ -57,8 +57,7 @@ def _values(line: str) -> tuple[str, list[str]]:
     """The key of an override, and one override for each of its values. What Hydra cannot read is one value.
 
     Raises:
-        ConfigError: there is no key, a comma may or may not divide values, they cannot be listed (`interval(0,1)`), or
-            there are more than MAX_VALUES.
+        ConfigError: there is no key, a comma may or may not divide values, or they cannot be listed (`interval(0,1)`).
     """
     from hydra.errors import HydraException
 
@@ -78,8 +77,8 @@ def _values(line: str) -> tuple[str, list[str]]:
         return key, [line]
     try:
         values = list(itertools.islice(override.sweep_string_iterator(), MAX_VALUES + 1))
-    except (HydraException, ValueError) as error:
-        raise ConfigError(f"{line}: its values cannot be enumerated", f"write {key}=a,b,c") from error
-    if len(values) > MAX_VALUES:
-        raise ConfigError(f"{line}: more than {MAX_VALUES:,} values", f"write {key}=a,b,c")
+    except (HydraException, ValueError):
+        values = []
+    if not 0 < len(values) <= MAX_VALUES:
+        raise ConfigError(f"{line}: no list of 1 to {MAX_VALUES:,} values", f"write {key}=a,b,c")
     return key, [f"{key}={value}" for value in values]

@@ -269,12 +269,7 @@ class OptimizerConfig:
 
 @dataclass
 class MuonConfig(OptimizerConfig):
-    """Muon (torch.optim.Muon) for the matrices of the layers, AdamW for all other parameters.
-
-    The others are embedding, head, norms, biases, convolutions, A_log and dt_bias. A matrix's update is multiplied by
-    0.2 sqrt(max(rows, columns)), which gives it the size of AdamW's (arXiv:2502.16982, section 2.2): a learning rate
-    and weight decay found for AdamW carry over. With ddp, fsdp and vocab every rank computes all updates.
-    """
+    """Muon (torch.optim.Muon) for the matrices of the layers, AdamW for all other parameters (docs/training.md)."""
 
     momentum: float = option(0.95, "decay of the mean of a matrix's gradients, a step (Nesterov)", minimum=0, maximum=1)
     ns_steps: int = option(5, "Newton-Schulz iterations that make an update nearly orthogonal", minimum=1, maximum=99)
@@ -390,8 +385,7 @@ class DistributedConfig(ParallelConfig):
 class DdpConfig(DistributedConfig):
     """A replica of the model on every GPU, or in every process on a CPU (torch's DistributedDataParallel).
 
-    torchrun --nproc-per-node=N train.py … parallel=ddp. trainer.batch_size is each rank's. A step has the same
-    sequences, however they are divided over ranks and micro-steps.
+    torchrun --nproc-per-node=N train.py … parallel=ddp. trainer.batch_size is each rank's.
     """
 
 
@@ -399,8 +393,7 @@ class DdpConfig(DistributedConfig):
 class FsdpConfig(DistributedConfig):
     """Parameters, gradients and optimizer state sharded over GPUs (torch's FSDP2).
 
-    torchrun --nproc-per-node=N train.py … parallel=fsdp. trainer.batch_size is each rank's. A step has the same
-    sequences, however they are divided over ranks and micro-steps.
+    torchrun --nproc-per-node=N train.py … parallel=fsdp. trainer.batch_size is each rank's.
     """
 
     shard_ranks: int | None = option(None, "that share one model; null: all, or those of one machine (HSDP)", minimum=1)
@@ -482,8 +475,8 @@ class SweepConfig:
 class RunSweepConfig:
     """`python scripts/sweep.py sweep=mve [loss=compiled,cce_kahan seed=0]`: many runs, each in its own process.
 
-    All other overrides are for the runs (python train.py --help). They replace the sweep's values and may be lists:
-    a,b,c. On a cluster: cluster=slurm resources.slurm_partition=… (pip install 'linrnn[slurm]').
+    Overrides of the runs replace the sweep's values and may be lists: a,b,c. On a cluster: cluster=slurm
+    resources.slurm_partition=… (pip install 'linrnn[slurm]').
     """
 
     sweep: SweepConfig
@@ -500,8 +493,7 @@ class RunSweepConfig:
 class FindMaxBatchConfig:
     """`python scripts/find_max_batch.py model=gla size=1b3 loss=cce_kahan memory_budget_gib=80`: the largest batch.
 
-    It is the largest trainer.batch_size. All other overrides are for the probes (python train.py --help). A probe that
-    was made before is not repeated. Probes of another commit, machine or version need another group.
+    A probe that was made before is not repeated. Probes of another commit, machine or version need another group.
     """
 
     memory_budget_gib: float = option(80.0, "that a process may take; on a CPU: its whole resident set", minimum=0)
@@ -517,10 +509,7 @@ class FindMaxBatchConfig:
 
 @dataclass
 class BreakdownConfig:
-    """`python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan trainer.batch_size=8`: a step by component.
-
-    Memory and time, measured and by formulas. All other overrides are for the run (python train.py --help).
-    """
+    """`python scripts/breakdown.py model=gla size=1b3 loss=cce_kahan trainer.batch_size=8`: memory and time by part."""
 
     warmup_steps: int = option(3, "optimizer steps before the measured ones, which tune kernels", minimum=1)
     steps: int = option(9, "steps timed; times are medians, shares have 90 % intervals over the steps", minimum=1)
@@ -641,9 +630,8 @@ COMMANDS: dict[str, type] = {
     "tune": TuneConfig,
 }
 
-# The schema of each `group=option`; "" is that of all options which are not listed. An option of model, size, data or
-# sweep has a file in configs/<group>/ with its values. All others have their schema's defaults. Losses belong to a
-# package above this one, so each loss adds its own (linrnn.config.compose.offer).
+# The schema of each `group=option`; "" is that of all options which are not listed. Options of model, size, data and
+# sweep have files in configs/<group>/ with their values. Each loss adds its own option (linrnn.config.compose.offer).
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"": ModelConfig, "fla": FlaModelConfig},
     "size": {"": SizeConfig},
