@@ -95,7 +95,7 @@ LINES = [
 @pytest.mark.parametrize(("command", "line", "cause", "remedy"), LINES, ids=[f"{c} {line}" for c, line, *_ in LINES])
 def test_answered_with_its_cause_and_what_to_write_instead(command, line, cause, remedy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["command.py", *line.split()])
-    start = run_many if command in ("run_sweep", "find_max_batch", "tune") else run
+    start = run_many if command in ("run_sweep", "find_max_batch") else run
     with pytest.raises(SystemExit) as stop:
         start(lambda *configs: None, command, "")
     assert stop.value.code == 2

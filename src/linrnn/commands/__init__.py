@@ -33,7 +33,6 @@ COMMANDS = {
     "generate": Command(reading.generate, "generate"),
     "export": Command(reading.export, "export"),
     "breakdown": Command(training.breakdown, "breakdown", makes_runs=True),
-    "tune": Command(training.tune, "tune", makes_runs=True),
 }
 
 

@@ -10,7 +10,6 @@ from linrnn.config.schema import (
     Config,
     FindMaxBatchConfig,
     RunSweepConfig,
-    TuneConfig,
 )
 from linrnn.core.files import write_json, write_text
 from linrnn.core.output import say
@@ -68,10 +67,3 @@ def sweep(config: RunSweepConfig, overrides: list[str]) -> None:
     from linrnn.experiments.sweep import run_sweep
 
     run_sweep(config, overrides, say)
-
-
-def tune(config: TuneConfig, overrides: list[str]) -> None:
-    """Tune FLA's kernels for this GPU and store the choices."""
-    from linrnn.experiments.tuning import tune
-
-    tune(config, overrides, say)

@@ -330,7 +330,7 @@ class TrainerConfig:
     resume: str = choice("auto (continue an existing run) | never (move it aside) | must (fail without one)")
     warmup_measurement_steps: int = option(5, "first steps of a process, in no figure of speed or memory", minimum=0)
     kernel_choices: str = choice(
-        "FLA's tiles: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all)"
+        "FLA's tiles: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all, and store them)"
     )
     profile_steps: int = option(0, "steps after the warm-up to trace with torch.profiler; in no figure", minimum=0)
     memory_snapshot: bool = option(False, "true: record every CUDA allocation, for pytorch.org/memory_viz")
@@ -517,23 +517,6 @@ class BreakdownConfig:
 
 
 @dataclass
-class TuneConfig:
-    """`python scripts/tune.py models=[gla,kda] sizes=[350m]`: tune FLA's kernels on this machine's GPU.
-
-    The choices go to the table of its kind. All configurations to be measured are compiled first, on all cores. All
-    other overrides are for the runs whose kernels are tuned (python train.py --help), for example trainer.seq_len=4096
-    or data.reset_at_document=true. One of model, size or trainer.batch_size takes the place of the list below: `python
-    scripts/tune.py model=fla model.config=delta_net`.
-    """
-
-    models: list[str] = option(["gla", "gated_deltanet", "kda", "transformer"], "options of the group model")
-    sizes: list[str] = option(["smoke", "mve", "350m", "1b3"], "options of the group size")
-    batch_sizes: list[int] = option([8], "sequences; a few kernels are tuned for each of them")
-    again: bool = option(False, "true: also tune what is stored already")
-    output_dir: str | None = option(None, "directory of the table; null: the one that runs read", path="written")
-
-
-@dataclass
 class ReadingConfig:
     """A command that reads the models of runs.
 
@@ -627,7 +610,6 @@ COMMANDS: dict[str, type] = {
     "run_sweep": RunSweepConfig,
     "find_max_batch": FindMaxBatchConfig,
     "breakdown": BreakdownConfig,
-    "tune": TuneConfig,
 }
 
 # The schema of each `group=option`; "" is that of all options which are not listed. Options of model, size, data and

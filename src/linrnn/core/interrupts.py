@@ -5,13 +5,10 @@ Of several ranks all end at the same step, which is one step later.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -65,30 +62,3 @@ class StopRequest:
         # print() would fail here: the signal may have interrupted a print, and its buffer refuses a second writer.
         with contextlib.suppress(OSError):
             os.write(1, b"stopping soon, with a checkpoint (again: at once, without one)\n")
-
-
-@contextlib.contextmanager
-def worker_processes(number: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of new processes. They end at once if an error or Ctrl-C leaves the context, or if this process dies.
-
-    Those of a plain pool would do all waiting tasks after Ctrl-C. After SIGTERM they would never end.
-    """
-    context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)  # its other end closes with this process, too
-    with theirs, ours, ProcessPoolExecutor(number, context, _end_with_parent, (theirs,)) as pool:
-        try:
-            yield pool
-        except BaseException:
-            ours.close()
-            raise
-
-
-def _end_with_parent(connection: Connection) -> None:
-    """In a worker: end once the connection's other end is closed. Ctrl-C in a terminal is left to the parent."""
-
-    def end() -> None:
-        connection.poll(None)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end, daemon=True).start()

@@ -3,9 +3,12 @@
 import dataclasses
 import os
 import shlex
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from linrnn.config.bounds import check_outputs
@@ -20,7 +23,7 @@ from linrnn.core.errors import (
     UnsupportedError,
     first_line,
 )
-from linrnn.core.interrupts import StopRequest, worker_processes
+from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started, python
 from linrnn.experiments.launching import launch
@@ -98,8 +101,10 @@ def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point
 
 
 def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a fresh process, so that this one never initialises a GPU."""
-    with worker_processes(1) as pool:
+    """Call `function` in a fresh process, so that this one never initialises a GPU. Ctrl-C is left to this one."""
+    with ProcessPoolExecutor(
+        1, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN), max_tasks_per_child=1
+    ) as pool:
         return pool.submit(function, *arguments).result()
 
 

@@ -339,6 +339,8 @@ class RunLog:
         """
         if self._ranks.is_first:
             self._directory.add_to_process(kernel_choices=tuning.used())
+            if self._config.trainer.kernel_choices == "tune" and (table := tuning.store()):
+                self.line(f"stored the tuned kernels' choices in {table}")
             self._directory.end_process(step)
             self._directory.write_json(SUMMARY, summary)
 

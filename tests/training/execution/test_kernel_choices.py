@@ -114,6 +114,15 @@ def test_kernels_compiled_ahead_compute_the_same(model, reset, small, monkeypatc
     assert ahead == pytest.approx(one_by_one, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["tune", "stored"])
+def test_a_run_that_tunes_all_kernels_stores_their_choices(mode, small, monkeypatch, tmp_path):
+    stored = []
+    monkeypatch.setattr(tuning, "store", lambda: stored.append(1) or tmp_path / "a_gpu.json")
+    run = fitted(small(f"trainer.kernel_choices={mode}"))
+    assert len(stored) == (mode == "tune")
+    assert (f"choices in {tmp_path}/a_gpu.json" in (run.directory.path / LOG).read_text()) == (mode == "tune")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "loss",

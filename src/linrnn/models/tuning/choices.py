@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from linrnn.core.errors import UnsupportedError
 from linrnn.models.tuning.exclusions import without_excluded
 from linrnn.models.tuning.progress import during
-from linrnn.models.tuning.table import Table, read_tables
+from linrnn.models.tuning.table import TABLES, Table, read_table, read_tables
 
 STORED, NEAR, FIRST, TUNED = "stored", "near", "first", "tuned"
 
@@ -37,7 +38,6 @@ class _Process:
     tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those that the GPU can use
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     tuning_seconds: float = 0.0
-    measured_for: dict[str, int] = field(default_factory=dict)  # milliseconds, see `use`
     rehearsed: "list[tuple[Choices, Any]] | None" = None  # what a rehearsal has chosen; None: there is no rehearsal
 
 
@@ -101,7 +101,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         name, began = self.kernel.rpartition(":")[2], time.monotonic()
         try:
             with during(f"tuning {name}: configuration {self._tried} of {self._candidates}"):
-                return do_bench(call, quantiles=quantiles, **_process.measured_for)  # type: ignore[return-value]
+                return do_bench(call, warmup=10, rep=40, quantiles=quantiles)  # type: ignore[return-value]
         finally:
             _process.tuning_seconds += time.monotonic() - began
 
@@ -128,10 +128,10 @@ class Choices(dict[tuple[Any, ...], Any]):
         """
         if _process.mode == "tune":
             return False
-        text, near = key_text(self.tuner, key), _process.mode != "exact"
+        text = key_text(self.tuner, key)
         usable = without_excluded(self.kernel, named_sizes(self.tuner, key), self.tuner.configs)
         for table in stored_tables() if _process.tables is None else _process.tables:
-            if (found := table.find(self.kernel, text, near=near)) is None:
+            if (found := table.find(self.kernel, text)) is None:
                 continue
             config = {config_text(config): config for config in usable}.get(found[1])
             if config is not None:
@@ -140,7 +140,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         if _process.mode == "strict":
             raise UnsupportedError(
                 f"trainer.kernel_choices=strict: no choice is stored for {self.kernel} with {text}",
-                "use trainer.kernel_choices=stored or first, which need none, or store one with scripts/tune.py",
+                "use trainer.kernel_choices=stored or first, which need none, or tune, which stores one",
             )
         return False
 
@@ -167,20 +167,18 @@ def rehearsing() -> Iterator[None]:
             choices.pop(key, None)
 
 
-def use(mode: str, table: Table | None = None, **milliseconds: int) -> None:
+def use(mode: str, table: Table | None = None) -> None:
     """Begin a run: forget earlier choices, and take the next ones by `mode`.
 
     Args:
-        mode: `stored`: from the table; kernels without a stored choice are tuned. `exact`: also those whose choice is
-            stored for another batch alone. `first`: from the table; kernels without a stored choice run in their first
-            configuration. `strict`: from the table; a kernel without a choice is an error. `tune`: all are tuned.
+        mode: `stored`: from the table; kernels without a stored choice are tuned. `first`: from the table; kernels
+            without a stored choice run in their first configuration. `strict`: from the table; a kernel without a
+            choice is an error. `tune`: all are tuned.
         table: the autotune cache; None: all that this machine's GPU can use (:func:`stored_tables`).
-        milliseconds: `warmup` and `rep` of a configuration's measurement; by default those of Triton.
     """
     adopt()
     tables = None if table is None else (table,)
     _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
-    _process.measured_for = milliseconds
     for choices in _all:
         choices.clear()
 
@@ -214,12 +212,24 @@ def remark() -> str | None:
         return f"{line}, none tuned here"
     tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
     names = ", ".join(sorted(kernel.rpartition(":")[2] for kernel in tuned))
-    return f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); scripts/tune.py stores them"
+    return (
+        f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); kernel_choices=tune stores them"
+    )
 
 
-def chosen() -> dict[str, dict[str, str]]:
-    """The choices of this run so far, as a table holds them."""
-    return {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
+def store(folder: Path = TABLES) -> Path | None:
+    """Add this run's choices to the table of this machine's GPU, and return its path; None without choices.
+
+    A table of other versions of FLA is begun anew: its choices may not be the fastest any more.
+    """
+    gpu, versions = gpu_name(), {name: version(name) for name in ("triton", "flash-linear-attention")}
+    if gpu is None or not _process.used:
+        return None
+    table = read_table(gpu, versions["triton"], folder)
+    if table is None or table.versions != versions:
+        table = Table(gpu, versions, capability=gpu_capability())
+    chosen = {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
+    return table.with_choices(chosen).write(folder)
 
 
 def stored_tables() -> Sequence[Table]:

@@ -40,17 +40,16 @@ class Table:
     kernels: Kernels = field(default_factory=dict)
     capability: str | None = None
 
-    def find(self, kernel: str, key: str, *, near: bool = True) -> tuple[str, str] | None:
+    def find(self, kernel: str, key: str) -> tuple[str, str] | None:
         """The stored key that fits best, and its configuration; None if there is none.
 
-        That is the same key, or else, with `near`, the one that differs in `SIZES` alone and is nearest in their
-        logarithms.
+        That is the same key, or else the one that differs in `SIZES` alone and is nearest in their logarithms.
         """
         entries = self.kernels.get(kernel, {})
         if key in entries:
             return key, entries[key]
         fixed, sizes = _split(key)
-        alike = {other: _split(other)[1] for other in entries if near and _split(other)[0] == fixed}
+        alike = {other: _split(other)[1] for other in entries if _split(other)[0] == fixed}
         found = min(alike, key=lambda other: (_distance(sizes, alike[other]), other), default=None)
         return None if found is None else (found, entries[found])
 
@@ -106,7 +105,8 @@ def read_file(path: Path) -> Table:
     content: dict[str, Any] = read_object(path, ("gpu", "triton", "flash-linear-attention", "kernels"))
     kernels = content["kernels"]
     if not isinstance(kernels, dict) or not all(isinstance(entries, dict) for entries in kernels.values()):
-        raise DataError(f"{path}: `kernels` does not map kernels to choices", "make it again with scripts/tune.py")
+        remedy = "delete it, and make it again with trainer.kernel_choices=tune"
+        raise DataError(f"{path}: `kernels` does not map kernels to choices", remedy)
     versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
     return Table(content["gpu"], versions, kernels, content.get(CAPABILITY))
 
