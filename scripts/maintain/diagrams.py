@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from linrnn.config import CONFIG_DIR
-from linrnn.config.cli import run_plain
 
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CLI = ["npx", "--yes", "@mermaid-js/mermaid-cli@11"]
@@ -41,4 +40,4 @@ def drawn(source: str) -> str:
 
 
 if __name__ == "__main__":
-    run_plain(main, __doc__ or "")
+    main()

@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 from linrnn.config import CONFIG_DIR
-from linrnn.config.cli import run_plain
 
 sys.path.insert(0, str(CONFIG_DIR.parent))  # study/ is in no wheel
 
@@ -27,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_plain(main, __doc__ or "")
+    main()

@@ -1,7 +1,6 @@
 """Print the table that docs/develop/sizes.md holds between its markers `sizes`."""
 
 from linrnn.config import load_config
-from linrnn.config.cli import run_plain
 from linrnn.config.schema import MarkovDataConfig, SizeConfig
 from linrnn.core.tables import Table
 from linrnn.models.architecture import MODELS, resolve
@@ -37,4 +36,4 @@ def millions(n: int) -> str:
 
 
 if __name__ == "__main__":
-    run_plain(main, __doc__ or "")
+    main()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from linrnn.config.cli import run, run_many
+from linrnn.config.cli import run
 
 LINES = [
     # An option that a group does not have: the nearest ones, then all.
@@ -95,9 +95,8 @@ LINES = [
 @pytest.mark.parametrize(("command", "line", "cause", "remedy"), LINES, ids=[f"{c} {line}" for c, line, *_ in LINES])
 def test_answered_with_its_cause_and_what_to_write_instead(command, line, cause, remedy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["command.py", *line.split()])
-    start = run_many if command in ("run_sweep", "find_max_batch") else run
     with pytest.raises(SystemExit) as stop:
-        start(lambda *configs: None, command, "")
+        run(lambda *configs: None, command, makes_runs=command in ("run_sweep", "find_max_batch"))
     assert stop.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ")

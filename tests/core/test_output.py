@@ -11,15 +11,14 @@ from linrnn.core.errors import described
 
 COMMAND = """
 import sys
-from linrnn.config.cli import run_plain
+from linrnn.config.cli import guarded
 from linrnn.core.errors import DataError
 from linrnn.core.output import say
 
 def main():
     {body}
 
-sys.argv = ["command.py"]
-run_plain(main, "A command.")
+raise SystemExit(guarded(main))
 """
 FULL = Path("/dev/full")
 

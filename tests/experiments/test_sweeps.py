@@ -166,8 +166,8 @@ def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch
 def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points):
     """Every way in which memory runs out makes its error with out_of_memory(), which decides the exit code."""
     [point, alone] = make_points(2)
-    full = "import sys; from linrnn.config.cli import run_plain\nsys.argv = sys.argv[:1]\n"
-    full += "def main(): raise MemoryError('CUDA out of memory')\nrun_plain(main, '')"
+    full = "from linrnn.config.cli import guarded\ndef main(): raise MemoryError('CUDA out of memory')\n"
+    full += "raise SystemExit(guarded(main))"
     run([point], slots_of(2, ["0"], share=True), s0=full)
     run([alone], s1=full)
     assert statuses([point, alone]) == ["failed", "out_of_memory"]

@@ -58,7 +58,6 @@ def test_refused(overrides, code, cause, remedy, command_here, small, tmp_path):
     ("script", "argument", "cause", "remedy"),
     [
         ("breakdown", "dry_run=true", "dry_run", "train.py … dry_run=true"),
-        ("maintain/parameter_table", "size=mve", "size=mve", "without any"),
         ("evaluate", "results/summaries", "'results/summaries' cannot be read", "KEY=results/summaries"),
         ("evaluate", "checkpoint=nowhere", "checkpoint=nowhere is no directory", "name a run's directory"),
         ("../benchmarks/parallel", "steps=1", "torchrun", "torchrun --nproc-per-node=N benchmarks/parallel.py"),

@@ -43,8 +43,7 @@ def start(name: str) -> None:
         SystemExit: the command failed.
     """
     command = COMMANDS[name]
-    run = cli.run_many if command.makes_runs else cli.run
-    run(command.main, command.config_name, command.main.__doc__ or "")
+    cli.run(command.main, command.config_name, command.main.__doc__ or "", makes_runs=command.makes_runs)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from linrnn.config.bounds import check_outputs
 from linrnn.config.compose import load_config, menu_of
@@ -37,55 +36,52 @@ _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 HELP_FLAGS = {"--help", "-h"}
 
 
-def run(main: Callable[[Any], int | None], config_name: str = "train", description: str = "") -> None:
+def run(
+    main: Callable[..., int | None], config_name: str = "train", description: str = "", *, makes_runs: bool = False
+) -> None:
     """Parse `sys.argv` as overrides of the command `config_name`, call `main(config)`, exit with its code.
 
     A :class:`LinrnnError`, a full disk or a file that may not be written prints one line of cause and one of remedy.
     The exit code says which kind of error it was. Anything else is a bug: one line, exit code 1.
-    """
 
-    def call(arguments: Sequence[str]) -> int | None:
-        config = load_config(arguments, config_name)
+    Args:
+        makes_runs: the command makes training runs: all overrides that are not its own are for them, and are the second
+            argument of `main`.
+    """
+    arguments = sys.argv[1:]
+
+    def action() -> int | None:
+        if HELP_FLAGS & set(arguments):
+            others = "\n\nall other keys and groups are those of the runs: python train.py --help" * makes_runs
+            print(help_text(config_name, description, arguments) + as_started(others))
+            return None
+        check_arguments(arguments)
+        own, runs = split_overrides(arguments, config_name) if makes_runs else (arguments, [])
+        _check_runs(runs, config_name)
+        config = load_config(own, config_name)
         if config_name != "train":  # commands that only read share this configuration
             check_outputs(config)
+        if makes_runs:
+            return main(config, runs)
         wait_asleep_if_busy()
         return main(config)
 
-    _start(call, lambda arguments: help_text(config_name, description, arguments))
+    if code := guarded(action):
+        raise SystemExit(code)
 
 
-def run_plain(main: Callable[[], None], description: str) -> None:
-    """As :func:`run`, for a command that takes no arguments. Any argument but `--help` is an error."""
-
-    def call(arguments: Sequence[str]) -> None:
-        if arguments:
-            raise ConfigError(f"{arguments[0]}: this command takes no arguments", "run it without any")
-        main()
-
-    _start(call, lambda _: f"{description}\n\nusage: python {os.path.relpath(sys.argv[0])}")
-
-
-def run_many(main: Callable[[Any, list[str]], int | None], config_name: str, description: str) -> None:
-    """As :func:`run`, for a command that makes training runs: `main(config, overrides_of_the_runs)`."""
-
-    def call(arguments: Sequence[str]) -> int | None:
-        own, runs = split_overrides(arguments, config_name)
-        if any(override.startswith(("dry_run=", "gpu=")) for override in runs):
-            raise ConfigError(
-                "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
-            )
-        for root in map(_root, runs):
-            likely = difflib.get_close_matches(root, _keys(config_name), n=1, cutoff=0.75)
-            if likely and root not in {*_keys("train"), *menu_of()}:
-                raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
-        if config_name != "run_sweep":  # whose values may be lists
-            check_overrides(runs)
-        config = load_config(own, config_name)
-        check_outputs(config)
-        return main(config, runs)
-
-    others = as_started("\n\nall other keys and groups are those of the runs: python train.py --help")
-    _start(call, lambda arguments: help_text(config_name, description, arguments) + others)
+def _check_runs(overrides: Sequence[str], config_name: str) -> None:
+    """Reject what can be no override of a command's runs: forecasts, and misspelled keys of the command itself."""
+    if any(override.startswith(("dry_run=", "gpu=")) for override in overrides):
+        raise ConfigError(
+            "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
+        )
+    for root in map(_root, overrides):
+        likely = difflib.get_close_matches(root, _keys(config_name), n=1, cutoff=0.75)
+        if likely and root not in {*_keys("train"), *menu_of()}:
+            raise ConfigError(f"{root}: there is no such key", f"nearest: {likely[0]}=…, a key of this command")
+    if config_name != "run_sweep":  # whose values may be lists
+        check_overrides(overrides)
 
 
 def split_overrides(overrides: Sequence[str], config_name: str) -> tuple[list[str], list[str]]:
@@ -101,21 +97,6 @@ def _keys(config_name: str) -> list[str]:
 def _root(override: str) -> str:
     """The first word of an override's key."""
     return re.split(r"[=./@]", override.lstrip("+~"), maxsplit=1)[0]
-
-
-def _start(call: Callable[[Sequence[str]], int | None], manual: Callable[[Sequence[str]], str]) -> None:
-    """Print the manual if it is asked for, else call a command with its arguments. Exits with its code, unless 0."""
-    arguments = sys.argv[1:]
-
-    def action() -> int | None:
-        if HELP_FLAGS & set(arguments):
-            print(manual(arguments))
-            return None
-        check_arguments(arguments)
-        return call(arguments)
-
-    if code := guarded(action):
-        raise SystemExit(code)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
