@@ -14,6 +14,7 @@ from linrnn.core.files import read_json, whole_lines, write_json, write_text
 SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 # These write into directories of which nobody reads anything before they are renamed.
 INTO_NEW_DIRECTORIES = {
+    "core/checksums.py",
     "data/prepare.py",
     "data/tokenizer.py",
     "inference/export.py",

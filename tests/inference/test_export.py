@@ -82,7 +82,7 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
         other = Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
         assert torch.equal(logits(other.model.hf, ids), logits(trainer.model.hf, ids))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    own = {"linrnn_config.yaml", "README.md"}
+    own = {"linrnn_config.yaml", "SHA256SUMS", "README.md"}
     assert names == {"config.json", "generation_config.json", "model.safetensors", *own}
     card, summary = (tmp_path / "out" / "README.md").read_text(), trainer.directory.read_summary()
     assert summary is not None
@@ -241,6 +241,7 @@ def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_
         prompt_of(run, options(prompt_tokens=[1, 512]))
     with pytest.raises(ConfigError, match="prompt and prompt_tokens are given"):
         prompt_of(run, options(prompt="words", prompt_tokens=[1]))
+    (out / "SHA256SUMS").unlink()  # files are changed on purpose from here on
     settings = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
     with pytest.raises(DataError, match=r"lacks model\.layers\.2"):
@@ -328,6 +329,28 @@ def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entrop
     assert json.loads(output.read_text())["valid/loss_nats"] == pytest.approx(summary["valid_loss_nats"])
     with pytest.raises(UnsupportedError, match=r"loss\.softcap=0\.5, which FLA's configuration cannot express"):
         export(run, tmp_path / "out")
+
+
+def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small: Small, tmp_path: Path) -> None:
+    export(load_trained(str(trained(small()).directory.path), CPU), tmp_path / "out")
+    checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+    edited = {"SHA256SUMS", "README.md"}  # the card is the owner's to change
+    whole = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name not in edited}
+    for path, content in whole.items():
+        damaged = bytearray(content)
+        damaged[-9] ^= 4
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{path.name} does not match its checksum"):
+            load_trained(str(tmp_path / "out"), CPU)
+        path.write_bytes(content)
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(whole[weights][:-9] + bytes([whole[weights][-9] ^ 4]) + whole[weights][-8:])
+    with pytest.raises(DataError, match="does not match its checksum"):
+        Trainer(load_config(small("group=other", f"init_from={tmp_path}/out")))
+    weights.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        load_trained(str(tmp_path / "out"), CPU)
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o077])

@@ -3,6 +3,7 @@
     config.json, generation_config.json, model.safetensors     read by transformers, once `fla` is imported, on a GPU
     tokenizer.json, tokenizer_config.json                      for text; generated data has none
     linrnn_config.yaml                                         the run's configuration
+    SHA256SUMS                                                 checked on loading, and by `sha256sum -c`
     README.md                                                  a model card to edit: data, losses, command, how to load
 
 Parameters are always written in fp32. A run in bf16 keeps its decay rates in fp32, but config.json can name only one
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 
 from linrnn.config import overrides_of, to_yaml
 from linrnn.config.schema import Config
+from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import ConfigError, StorageError, UnsupportedError, first_line
 from linrnn.core.files import read_object
 from linrnn.inference.load import Trained
@@ -93,9 +95,10 @@ def _write(trained: Trained, config: Config, directory: Path) -> None:
         (directory / name).write_text(text, encoding="utf-8")
     configuration = directory / "linrnn_config.yaml"
     configuration.write_text(to_yaml(config), encoding="utf-8")
-    (directory / "README.md").write_text(_card(trained, config), encoding="utf-8")
     for file in directory.iterdir():
         shutil.copymode(configuration, file)  # safetensors gives its files to their owner alone
+    write_checksums(directory)
+    (directory / "README.md").write_text(_card(trained, config), encoding="utf-8")  # not checked: its owner edits it
 
 
 def _card(trained: Trained, config: Config) -> str:

@@ -53,7 +53,7 @@ def load_trained(source: str | Path, device: torch.device | str = "auto") -> Tra
     """
     path, device = Path(source), resolve_device(device) if isinstance(device, str) else device
     if (path / "config.json").is_file():
-        model = open_pretrained(path, device)
+        model = open_pretrained(path, device)  # compares checksums first
         tokenizer = _tokenizer_in(path)
         eos_id = tokenizer.eos_id if tokenizer else model.config.eos_token_id
         return Trained(model.eval(), tokenizer, eos_id, None, path)

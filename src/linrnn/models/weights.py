@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from linrnn.config.fla import fla_models
+from linrnn.core.checksums import check_checksums
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.core.files import read_object
 from linrnn.models import cpu_ops
@@ -79,6 +80,7 @@ def load_weights(model: LanguageModel, directory: Path, source: str, part: Part 
         DataError: the weights are not whole: see :func:`_read`.
         ConfigError: the architectures differ. The remedy names the overrides that give this one.
     """
+    check_checksums(directory)
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()
     for name, tensor in _read(directory, f"init_from={source}", expected, model.arch.tie_embeddings).items():
@@ -91,8 +93,9 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
     Raises:
         ConfigError: flash-linear-attention has no such model.
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
-        DataError: the weights are not whole (:func:`_read`).
+        DataError: the weights are not whole (:func:`_read`), or a file differs from its checksum.
     """
+    check_checksums(directory)
     settings = read_object(directory / "config.json", remedy=AGAIN)
     fla_class, config_class = _classes(directory, settings)
     cpu_ops.prepare(settings["model_type"], device)
