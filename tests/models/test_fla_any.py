@@ -40,11 +40,6 @@ def architecture(name: str, *more: str) -> FlaArchitecture:
 
 
 # ------------------------------------------------------------------------------------------------- names and options
-@pytest.mark.parametrize("written", ["delta_net", "DeltaNet", "delta-net", "deltanet"])
-def test_a_name_is_found_however_it_is_written(written):
-    assert load_config(["model=fla", f"model.config={written}"]).model.config == "delta_net"
-
-
 @pytest.mark.parametrize(
     ("overrides", "cause", "remedy"),
     [
