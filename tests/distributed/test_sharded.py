@@ -160,7 +160,7 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
     """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
     The gradients' norms are the Transformer's. GLA's first gradients multiply rounding errors
-    (docs/notes/gla_first_gradients.md): on one processor its third norm in bf16 differs by 9 % in one process.
+    (a first token's small q·k in some head): on one processor its third norm in bf16 differs by 9 % in one process.
     On GPUs FLA's kernels are not tuned.
     """
     size = (f"model={model}", *(override for override in cut if override.startswith("size.")))
