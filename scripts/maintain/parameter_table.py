@@ -1,4 +1,4 @@
-"""Print the table that docs/develop/sizes.md holds between its markers `sizes`."""
+"""Print the table that docs/study/appendix/i_sizes.md holds between its markers `sizes`."""
 
 from linrnn.config import load_config
 from linrnn.config.schema import MarkovDataConfig, SizeConfig

@@ -107,5 +107,5 @@ def test_impossible_dimensions_are_refused_with_a_remedy(model, size, cause):
 def test_the_page_of_sizes_holds_the_table_that_the_command_prints(capsys):
     runpy.run_path(str(ROOT / "scripts" / "maintain" / "parameter_table.py"))["main"]()
     printed = capsys.readouterr().out
-    page = (ROOT / "docs" / "develop" / "sizes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "study" / "appendix" / "i_sizes.md").read_text(encoding="utf-8")
     assert page.split("<!-- sizes -->")[1].strip() == printed.strip()
