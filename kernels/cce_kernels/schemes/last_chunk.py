@@ -35,7 +35,7 @@ class LastChunk(NamedTuple):
     smooth_c: RankOne | None
     targets_c: TargetTerms | None
     main_grad_c: Tensor | None
-    live: Live | None  # the order of w's rows
+    live: Live  # the order of w's rows
 
     def smooth_e(self, part: slice) -> RankOne | None:
         """What label smoothing adds to dE of the rows `part`."""
@@ -49,38 +49,28 @@ def lends_to_e(e: Tensor) -> bool:
 
 def finish_one(x: LastChunk, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
     """Both gradients of one chunk: one after the other, or side by side (planner.splits_alone)."""
-    splits = 1 if grad_e is None else splits_alone(len(x.e), x.e.shape[1], multiprocessors(x.e))
-    if splits == 0:
-        _side_by_side(x, grad_e, grad_c)
-    elif splits == 1:  # e times its factors lies in dE's memory, which is written last
+    (n_rows, dim), programs, every = x.e.shape, multiprocessors(x.e), slice(0, len(x.e))
+    alone = 1 if grad_e is None else splits_alone(n_rows, dim, programs)
+    if grad_e is None or alone == 1:  # e times its factors lies in dE's memory, which is written last
         if grad_c is not None:
             _multiply_c(x, scaled_rows(x.e, x.factor, grad_e, x.live), grad_c)
         if grad_e is not None:
             _multiply_e(x, None, grad_e)
-    else:  # the parts of w C lie in dC's memory, which is written last
-        assert grad_e is not None
-        lends = grad_c is not None and fits_vocab(len(x.e), len(x.c), grad_c.dtype, splits)
+        return
+    parts, splits = None, alone or splits_beside(n_rows, dim, programs, n_rows)
+    if splits > 1:  # alone, they lie in dC's memory, which is written last
+        lends = alone and grad_c is not None and fits_vocab(n_rows, len(x.c), grad_c.dtype, splits)
         parts = _memory(x.e, (splits, *x.e.shape), torch.float32, grad_c if lends else None)
-        _multiply_e(x, parts, grad_e)
-        _finish_e(x, parts, None, grad_e, slice(0, len(x.e)))
-        if grad_c is not None:
-            _multiply_c(x, scaled_rows(x.e, x.factor, None, x.live), grad_c)
-
-
-def _side_by_side(x: LastChunk, grad_e: Tensor | None, grad_c: Tensor | None) -> None:
-    """Both gradients of one chunk at the same time, with temporary memory of their own."""
-    assert grad_e is not None
-    n_rows, dim = x.e.shape
-    parts, splits = None, splits_beside(n_rows, dim, multiprocessors(x.e), n_rows)
-    if splits > 1:
-        parts = _memory(x.e, (splits, *x.e.shape), torch.float32, None)
-    # Before dE's product, because dC's product runs beside that.
-    scaled = None if grad_c is None else scaled_rows(x.e, x.factor, None, x.live)
+    # Side by side it comes before dE's product, because dC's product runs beside that.
+    scaled = None if alone or grad_c is None else scaled_rows(x.e, x.factor, None, x.live)
     _multiply_e(x, parts, grad_e)
-    if grad_c is not None and scaled is not None:
-        _multiply_c(x, scaled, grad_c, beside=True)
-    if parts is not None:
-        _finish_e(x, parts, None, grad_e, slice(0, len(x.e)))
+    if alone and parts is not None:
+        _finish_e(x, parts, None, grad_e, every)
+    if grad_c is not None:
+        scaled = scaled_rows(x.e, x.factor, None, x.live) if scaled is None else scaled
+        _multiply_c(x, scaled, grad_c, beside=not alone)
+    if not alone and parts is not None:
+        _finish_e(x, parts, None, grad_e, every)
 
 
 def _multiply_e(x: LastChunk, parts: Tensor | None, grad_e: Tensor) -> None:
@@ -112,8 +102,8 @@ def finish_several(x: LastChunk, last: slice, sums: GradientSums, finished: Call
             finished(part)
 
     # The product can finish the last chunk's rows if they are no parts, and lie together in dE.
-    finishes = parts_e is None and x.live is None
-    own = last if x.live is None else slice(0, len(x.e))  # rows of the last chunk's tensors
+    finishes = parts_e is None and x.live.rows is None
+    own = last if x.live.rows is None else slice(0, len(x.e))  # rows of the last chunk's tensors
     scaled = None if grad_c is None else scaled_rows(x.e[own], x.factor[own], None, x.live)
     if grad_e is not None:
         if finished is not None:
@@ -130,20 +120,17 @@ def finish_several(x: LastChunk, last: slice, sums: GradientSums, finished: Call
             beside=grad_e is not None, live=x.live, target_terms=x.targets_c, rank_one=x.smooth_c,
         )  # fmt: skip
     if grad_e is not None:
-        begin = 0 if finished is None else last.start
-        if not finishes:
-            finish_e(slice(begin, last.stop))
-        else:
-            if begin < last.start:
-                finish_e(slice(begin, last.start))
-            if finished is not None:
-                finished(last)
+        begin, end = 0 if finished is None else last.start, last.start if finishes else last.stop
+        if begin < end:
+            finish_e(slice(begin, end))
+        if finishes and finished is not None:
+            finished(last)
 
 
 def store_hidden(
-    w: Tensor, c: Tensor, parts: Tensor | None, grad_e: Tensor, lost: Tensor | None, rows: slice, live: Live | None,
+    w: Tensor, c: Tensor, parts: Tensor | None, grad_e: Tensor, lost: Tensor | None, rows: slice, live: Live,
 ) -> None:  # fmt: skip
-    """Store w C of a chunk: in its parts, or in dE with its rounding error. live: if given, `rows` are all rows."""
+    """Store w C of a chunk: in its parts, or in dE with its rounding error. With live rows, `rows` are all rows."""
     if parts is not None:
         product(w, c, parts[:, rows], live=live)
     else:

@@ -15,7 +15,7 @@ from ..runtime.launch import quick
 from ..runtime.tiles import aligned, by_eights, cdiv, fits_tma, in_eights, line_of, power_of_2
 from ..triton.kahan import read_sum, write_sum
 from ..triton.targets.gradient import targets_of_rows
-from ..triton.targets.live_rows import Live
+from ..triton.targets.live_rows import ALL, Live
 
 ROWS = 16  # of a program
 
@@ -56,12 +56,12 @@ def scaled_rows_kernel(
     tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _scale(x: Tensor, factor: Tensor | None, live: Live | None, out: Tensor) -> Tensor:
+def _scale(x: Tensor, factor: Tensor | None, live: Live, out: Tensor) -> Tensor:
     n_rows, dim = out.shape
     block_d = min(256, power_of_2(dim))
     scaled_rows_kernel[(cdiv(n_rows, ROWS), cdiv(dim, block_d))](
-        x, factor, None if live is None else live.rows, None if live is None else live.count, out,
-        x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d, in_eights(dim, x.stride(0), out.stride(0)),
+        x, factor, live.rows, live.count, out, x.stride(0), out.stride(0), n_rows, dim, ROWS, block_d,
+        in_eights(dim, x.stride(0), out.stride(0)),
     )  # fmt: skip
     return out
 
@@ -73,17 +73,15 @@ def prepare(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.stride(1) != 1 or without_values(x):  # torch copies columns faster
         return aligned(x.to(dtype))
     (n_rows, dim), line = x.shape, line_of(dtype)
-    return _scale(x, None, None, x.new_empty(n_rows, cdiv(dim, line) * line, dtype=dtype)[:, :dim])
+    return _scale(x, None, ALL, x.new_empty(n_rows, cdiv(dim, line) * line, dtype=dtype)[:, :dim])
 
 
-def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None, live: Live | None) -> Tensor:
+def scaled_rows(x: Tensor, factor: Tensor, home: Tensor | None, live: Live) -> Tensor:
     """Rows of x (N, D) times their factors (N,) fp32, in x's dtype.
 
-    live: the rows of the result. Positions that do not count hold 0. None: the rows of x.
-
-    home: memory for the result, see `rows_like`.
+    live: the rows of the result. Positions that do not count hold 0. home: memory for it, see `rows_like`.
     """
-    return _scale(x, factor, live, rows_like(x, len(x if live is None else live.rows), home))
+    return _scale(x, factor, live, rows_like(x, len(x if live.rows is None else live.rows), home))
 
 
 def rows_like(x: Tensor, n_rows: int, home: Tensor | None) -> Tensor:

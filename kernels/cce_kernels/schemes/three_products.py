@@ -41,7 +41,7 @@ from ..triton.row_coefficients import row_factors
 from ..triton.row_stats import Gradient, finish_rows
 from ..triton.smoothing import above_mean_logit, column_sum, smoothed_share
 from ..triton.targets.bias import finish_bias_gradient
-from ..triton.targets.live_rows import Live, live_rows
+from ..triton.targets.live_rows import ALL, Live, live_rows
 from ..triton.targets.order import order_by_target
 from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
@@ -84,7 +84,7 @@ def forward(
         chunk = slice(first, min(first + rows, n_rows))
         height = chunk.stop - first
         live = _live(early.rows_live, early.counts, chunk, rows)
-        own = chunk if live is None else slice(0, n_rows)  # where the numbers of this chunk's rows lie
+        own = slice(0, n_rows) if skip else chunk  # where the numbers of this chunk's rows lie
         if arrive is not None:
             arrive(chunk)
         e_i, columns_i = rows_of(own, e), rows_of(own, columns)
@@ -96,7 +96,7 @@ def forward(
             lse, nll = (e.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
             metrics = empty_metrics(lse, with_metrics)
         largest = torch.empty_like(z_i) if with_metrics and settle is not None else None
-        metrics_i = empty_metrics(z_i, with_metrics) if live is None else metrics
+        metrics_i = metrics if skip else empty_metrics(z_i, with_metrics)
         part = Rows(rows_of(own, lse), rows_of(own, nll), None, metrics_i, largest)
         weights_i = None if weights is None else rows_of(own, weights)
         factor, coefficient = rows_of(own, held.factor), rows_of(own, held.coefficient)
@@ -104,7 +104,7 @@ def forward(
         finish_rows(e_i, c, bias, columns_i, z_i, row_sums, part, o, gradient, live)
         if settle is not None:
             settle(chunk, part, gradient)
-        if live is None and metrics is not None and metrics_i is not None:
+        if not skip and metrics is not None and metrics_i is not None:
             metrics[:, chunk] = metrics_i
         if chunk.stop < n_rows:
             _add_products(w_i, e_i, c, held, sums, chunk, live, gathered)
@@ -124,10 +124,10 @@ def _tile_entries(e: Tensor) -> int:
     return transposed_tiles(e, e.shape[1], e.shape[0]).rows
 
 
-def _live(rows_live: Tensor | None, counts: Tensor | None, chunk: slice, rows: int) -> Live | None:
-    """The order of the rows of a chunk, of `rows` positions at most; None where no rows are left out."""
+def _live(rows_live: Tensor | None, counts: Tensor | None, chunk: slice, rows: int) -> Live:
+    """The order of the rows of a chunk, of `rows` positions at most."""
     if rows_live is None or counts is None:
-        return None
+        return ALL
     return Live(rows_of(chunk, rows_live), counts[chunk.start // rows], counts[-1], chunk.start)
 
 
@@ -255,17 +255,16 @@ def _add_to_bias(total: Tensor, w: Tensor, factor: Tensor, first: int) -> None:
 
 
 def _add_products(
-    w: Tensor, e: Tensor, c: Tensor, held: Held, sums: GradientSums, chunk: slice, live: Live | None,
-    home: Tensor | None,
-) -> None:  # fmt: skip
+    w: Tensor, e: Tensor, c: Tensor, held: Held, sums: GradientSums, chunk: slice, live: Live, home: Tensor | None
+) -> None:
     """Multiply a chunk of rows, not the last: store w C, and add wᵀ (scaled e) to dC, without the targets' entries.
 
-    The same for the bias: add the columns' sums of w times its factors. e: the chunk's rows; with `live` all rows, and
-    `home` is memory for the chunk's.
+    The same for the bias: add the columns' sums of w times its factors. e: the chunk's rows; with live rows all rows,
+    and `home` is memory for the chunk's.
     """
     if sums.grad_bias is not None:
         _add_to_bias(sums.grad_bias, w, held.factor[chunk], chunk.start)
-    rows = chunk if live is None else slice(0, len(e))  # of all rows
+    rows = chunk if live.rows is None else slice(0, len(e))  # of all rows
     scaled = None if sums.grad_c is None else scaled_rows(e, held.factor[rows], home, live)
     if sums.grad_e is not None:
         store_hidden(w, c, sums.parts, sums.grad_e, sums.lost_e, rows, live)

@@ -51,7 +51,7 @@ from ..runtime.tiles import (
 )
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of, softcapped
-from .targets.live_rows import Live, gather
+from .targets.live_rows import ALL, Live, gather
 
 MIN_SPLITS = 8  # with fewer splits the row tiles in use at one time would not fit L2 together
 MOST_PARTIALS = 2**20  # partial sums of a statistic, one for each row and split
@@ -258,8 +258,7 @@ class Sums:
 
 def exponentials(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor | None, z_target: Tensor, w: Tensor | None,
-    with_metrics: bool, o: Options, unread: Tensor | None = None, live: Live | None = None,
-    gathered: Tensor | None = None,
+    with_metrics: bool, o: Options, unread: Tensor | None = None, live: Live = ALL, gathered: Tensor | None = None,
 ) -> Sums:  # fmt: skip
     """The sums of w; writes w (N, V) unless it is None. Leaves out the targets' w, unless `columns` is None.
 
@@ -267,13 +266,13 @@ def exponentials(
         e, c, bias, columns: as for `row_stats.forward`.
         z_target: (N,) fp32, what the exponentials are relative to.
         unread: () int32 or None; where 1, nothing reads w, and it need not be written.
-        live: the rows of w and the sums, if they are not in the order of e, `columns` and `z_target`.
-        gathered: given with live, like e; memory for the chunk's rows of e in the order of live.
+        live: the rows of w and the sums.
+        gathered: given with live rows, like e; memory for the chunk's rows of e in the order of live.
     """
     (n_rows, dim), vocab = e.shape, c.shape[0]
     with_z = o.label_smoothing > 0 and o.softcap is not None  # else smoothing.py knows the mean
     on_hopper = hopper.fits(e) and bias is None and o.softcap is None and not with_z
-    if live is not None and gathered is not None:
+    if live.rows is not None and gathered is not None:
         n_rows, gathered = live.rows.shape[0], gathered[: live.rows.shape[0]]
         gather(e, live, gathered, not on_hopper)
         e = e[live.first : live.first + n_rows] if on_hopper else gathered
@@ -289,7 +288,7 @@ def exponentials(
         hopper.kernels.hopper_exponentials_kernel[(programs,)](
             described(e, half, tiles.inner), None if gathered is None else described(gathered, half, tiles.inner),
             described(c, tiles.cols, tiles.inner), None if w is None else described(w, half, tiles.cols // 2), columns,
-            z_target, *((None, None, None) if live is None else (live.rows, live.count, live.some)), sums, metrics,
+            z_target, live.rows, live.count, live.some, sums, metrics,
             unread, n_rows, vocab, dim, splits, tiles_per_split, float(o.logit_scale), tiles.num_stages, GROUP,
             vocab % tiles.cols == 0, num_warps=tiles.num_warps, maxnreg=hopper.REGISTERS,
         )  # fmt: skip
@@ -299,7 +298,7 @@ def exponentials(
         Descriptor(e, tiles.rows, tiles.inner),
         Descriptor(c, tiles.cols, tiles.inner),
         None if w is None else Descriptor(w, tiles.rows, tiles.cols // 2),
-        bias, columns, z_target, None if live is None else live.rows, None if live is None else live.count, sums,
+        bias, columns, z_target, live.rows, live.count, sums,
         z_sums, metrics, n_rows, vocab, dim, splits, tiles_per_split,
         float(o.logit_scale), float(o.softcap or 0),
         tiles.rows, tiles.cols, tiles.inner, GROUP, o.softcap is not None, vocab % tiles.cols == 0,

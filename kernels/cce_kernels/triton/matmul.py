@@ -36,7 +36,7 @@ from ..runtime.tiles import (
 )
 from .kahan import read_sum, write_sum
 from .targets.gradient import targets_of_rows
-from .targets.live_rows import Live
+from .targets.live_rows import ALL, Live
 
 try:  # programmatic dependent launch: a kernel may begin before the previous one ends
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -261,7 +261,7 @@ def _places(tile_rows: int, vocab: int, tokens: int) -> int:
 def product(
     a: Tensor, b: Tensor, out: Tensor, lost: Tensor | None = None, *, transpose_a: bool = False, read: bool = False,
     scale: Tensor | None = None, times: Tensor | None = None, into: Tensor | None = None, beside: bool = False,
-    active: Tensor | None = None, live: Live | None = None, row_terms: RowTerms | None = None,
+    active: Tensor | None = None, live: Live = ALL, row_terms: RowTerms | None = None,
     target_terms: TargetTerms | None = None, rank_one: RankOne | None = None,
 ) -> None:  # fmt: skip
     """out (rows, COLS) or (splits, rows, COLS) = [out + lost +] [times] A B, with A = aᵀ if transpose_a.
@@ -294,7 +294,7 @@ def product(
         Descriptor(b, tiles.inner, tiles.cols),
         out, lost, into, scale, times, active,
         *(row_terms or _NO_ROW_TERMS), *(target_terms or _NO_TARGET_TERMS), 
-        None if live is None or transpose_a else live.rows, None if live is None else live.count,
+        None if transpose_a else live.rows, live.count,
         *(rank_one or (None, None)),
         0 if row_terms is None else row_terms.c.stride(0), 0 if target_terms is None else target_terms.e.stride(0),
         n_rows, cols, depth,

@@ -28,7 +28,7 @@ from ..runtime.tiles import cdiv, inner_of
 from .epilogues import HEADROOM, LOG2E, SKIPPED, finish_logits, log1p, softcap_slope
 from .logits import Sums, exponentials, target_logits
 from .smoothing import above_mean_logit, column_sum
-from .targets.live_rows import Live
+from .targets.live_rows import ALL, Live
 
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
@@ -230,19 +230,19 @@ class Gradient:
 
 def finish_rows(
     e: Tensor, c: Tensor, bias: Tensor | None, columns: Tensor, z_target: Tensor, sums: Sums, rows: Rows, o: Options,
-    gradient: Gradient | None = None, live: Live | None = None,
+    gradient: Gradient | None = None, live: Live = ALL,
 ) -> None:  # fmt: skip
     """Write `rows`, but for z_above_mean, from the partial sums, and the tensors of `gradient` if it is given.
 
-    live: the rows of w and the sums, if they are not in the order of the other tensors.
+    live: the rows of w and the sums.
     """
-    (n_rows, dim), vocab = e.shape if live is None else (live.rows.shape[0], e.shape[1]), c.shape[0]
+    (n_rows, dim), vocab = e.shape if live.rows is None else (live.rows.shape[0], e.shape[1]), c.shape[0]
     w = factor = coefficient = of_lse = weights = None
     if gradient is not None:
         w, factor, coefficient, of_lse = gradient.w, gradient.factor, gradient.coefficient, gradient.of_lse
         weights = gradient.weights
     rows_kernel[(cdiv(n_rows, ROWS),)](
-        e, c, w, bias, columns, weights, z_target, None if live is None else live.rows, sums.w, sums.metrics,
+        e, c, w, bias, columns, weights, z_target, live.rows, sums.w, sums.metrics,
         rows.metrics, rows.largest, rows.lse, rows.lost, rows.nll,
         factor, coefficient, of_lse, e.stride(0), c.stride(0), 0 if w is None else w.stride(0),
         0 if rows.metrics is None else rows.metrics.stride(0), n_rows, vocab, dim,

@@ -25,16 +25,15 @@ ROWS = 16  # rows that a program of `gather` copies
 
 @dataclass(frozen=True)
 class Live:
-    """The rows of a chunk, those that count first.
+    """The rows of a chunk, those that count first; without tensors, all rows in their own order."""
 
-    rows: (N,) int64, the row at each position. count: () int32, how many of them are not ignored. some: () int32,
-    whether any row of the call is ignored. If not, every row is at its own position. first: the chunk's first position.
-    """
+    rows: Tensor | None = None  # (N,) int64, the row at each position
+    count: Tensor | None = None  # () int32, how many of them are not ignored
+    some: Tensor | None = None  # () int32, whether any row of the call is ignored. If not, each is at its own position
+    first: int = 0  # the chunk's first position
 
-    rows: Tensor
-    count: Tensor
-    some: Tensor
-    first: int
+
+ALL = Live()
 
 
 @quick
@@ -113,7 +112,7 @@ def live_rows(columns: Tensor, height: int, rows: Tensor, counts: Tensor) -> Non
 
 def gather(x: Tensor, live: Live, out: Tensor, always: bool) -> None:
     """Copy the chunk's rows of x (rows, D) to out (N, D). always: also where no row is ignored."""
-    n_rows, dim = live.rows.shape[0], x.shape[1]
+    n_rows, dim = out.shape
     gather_kernel[(cdiv(n_rows, ROWS),)](
         x, live.rows, live.count, None if always else live.some, out, x.stride(0), out.stride(0), n_rows, dim,
         ROWS, min(256, power_of_2(dim)),
