@@ -107,18 +107,15 @@ def test_the_bytes_that_ranks_send_are_those_foreseen(world_size, cut, small, po
     lines = [line.split() for line in output(log, world_size).splitlines() if line.startswith("sent ")]
     sent_in_steps = [(float(words[1]), float(words[3])) for words in lines]
     assert len(sent_in_steps) == 3 * world_size
-    counts = {sent for number, sent in enumerate(sent_in_steps) if number % 3}
+    counts = set(sent_in_steps)  # without the objects by which ranks compare their first calls
     config = load_config(overrides)
     foreseen = communication(
         resolve(config.model, config.size, 512), config.parallel, world_size=world_size,
         sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32",
         loss=config.loss, micro_steps=2, optimizer=config.optimizer,
     )  # fmt: skip
-    assert len(counts) == 1, "all ranks, all steps but the first"
+    assert len(counts) == 1, "all ranks, all steps"
     sent, by_loss = counts.pop()
-    shards = config.parallel.shard_ranks or world_size
-    agreement = (shards - 1) * 1024 if config.parallel.name == "vocab" else 0
-    assert set(sent_in_steps[::3]) == {(sent + agreement, by_loss + agreement)}, "in the first step ranks compare calls"
     assert sent == pytest.approx(sum(foreseen.values()), rel=0.01)  # FSDP pads what it cannot cut evenly
     assert by_loss == foreseen.get("loss", 0)
 

@@ -3,14 +3,13 @@
 A rank that refuses its arguments, or has different ones, would leave the other ranks waiting for it. So every rank
 first sends a line of text: its arguments, or the reason why it refuses them.
 
-Cost: one all-gather of `BYTES` a rank, for which the host waits. On a GPU it runs on a stream of its own, so that it
-waits for no computation. It does wait for earlier collectives of the group. A training loop therefore exchanges lines
-in its first step only (`agreed`). Nothing is exchanged while a CUDA graph is captured, or under torch.compile.
+Cost: `all_gather_object`, for which the host waits. On a GPU it runs on a stream of its own, so that it waits for no
+computation. It does wait for earlier collectives of the group. A training loop therefore exchanges lines in its first
+step only (`agreed`). Nothing is exchanged while a CUDA graph is captured, or under torch.compile.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -18,11 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .sharding import all_gather
-
-BYTES = 1024
 T = TypeVar("T", bound=tuple[Any, ...])
 _REFUSED = "refused: "
 
@@ -43,7 +38,9 @@ def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.Proc
         line = describe(*found)
     except (TypeError, ValueError) as error:
         refusal, line = error, f"{_REFUSED}{error}"
-    lines = _exchange(line, group, device)
+    lines = [""] * dist.get_world_size(group)
+    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(lines, line, group)
     refused = {rank: text.removeprefix(_REFUSED) for rank, text in enumerate(lines) if text.startswith(_REFUSED)}
     if refused:
         first = min(refused)
@@ -58,26 +55,6 @@ def agree(check: Callable[[], T], describe: Callable[..., str], group: dist.Proc
             )
     assert found is not None
     return found
-
-
-def _exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Every rank's text, in order of rank."""
-    part = _encoded(text, device)
-    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
-        every = part.new_empty(dist.get_world_size(group), BYTES)
-        all_gather(every.view(-1), part, group).wait()
-        rows = every.tolist()
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
-@lru_cache(maxsize=64)
-def _encoded(text: str, device: torch.device) -> Tensor:
-    """The text in UTF-8, padded to BYTES. A digest replaces the end of a longer text, so that texts stay distinct."""
-    code = text.encode()
-    if len(code) > BYTES:
-        digest = f"... {hashlib.sha256(code).hexdigest()[:16]}".encode()
-        code = code[: BYTES - len(digest)].decode(errors="ignore").encode() + digest
-    return torch.tensor(list(code.ljust(BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
 @lru_cache
