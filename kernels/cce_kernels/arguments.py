@@ -31,10 +31,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper/cce_kahan_full_e": {"accumulate": "kahan", "filter_eps": EPS, "filter_e": False},
     "paper/cce_exact": {"accumulate": "fp32"},
 }
-_PRESET_DEFAULTS = {
-    "filter_eps": None, "filter_unbiased": False, "filter_e": True, "filter_c": True, "filter_if_faster": False,
-    "accumulate": "kahan",
-}  # fmt: skip
 _OR_NONE = ("softcap", "filter_eps", "filter_mass", "workspace_mib")
 FLAGS = ("filter_unbiased", "filter_e", "filter_c", "filter_if_faster")
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # e, c, targets, bias and main_grad_c
@@ -78,8 +74,8 @@ def checked(
     uniform = reduction != "none" and not return_lse
     inputs = Inputs(
         e if e.dim() == 2 else e.reshape(-1, e.shape[-1]), c, targets if targets.dim() == 1 else targets.reshape(-1),
-        bias, main_grad_c if needs[1] else None, FilterStats.empty(e.device) if return_stats else None, weights,
-        every_target, every_weight,
+        None if bias is None else bias.contiguous(), main_grad_c if needs[1] else None,
+        FilterStats.empty(e.device) if return_stats else None, weights, every_target, every_weight,
     )  # fmt: skip
     call = Call(
         o, _product_dtype(e, c), ignore_index, reduction if place is None else "none", uniform,
@@ -133,10 +129,10 @@ def _checked_options(preset: str | None, **options: Any) -> Options:
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
-        for name, default in _PRESET_DEFAULTS.items():
-            if options.get(name, default) != default:
+        for name in ("filter_eps", *FLAGS, "accumulate"):
+            if options.get(name, default := getattr(Options, name)) != default:
                 raise ValueError(f"{name}: comes from preset={preset!r}; give one of the two")
-        options = {**options, **_PRESET_DEFAULTS, **PRESETS[preset]}
+        options = {**options, **PRESETS[preset]}
     if options.get("filter_mass") == 0:  # nothing may be dropped: the call is exact
         none = {"filter_eps": None, "filter_unbiased": False, "filter_mass": None, "filter_if_faster": False}
         options = {**options, **none}

@@ -25,7 +25,7 @@ from .options import Call, Inputs
 from .parallel.rows import AllRows, upstream_of_all
 from .parallel.sharding import Gathered, Reduced, Spread, chunk_rows
 from .planner import Plan, Problem, skips_ignored
-from .row_math import Operands, assemble_loss, reduce_loss, where_it_counts, without_rows
+from .row_math import Dtypes, Operands, assemble_loss, reduce_loss, where_it_counts, without_rows
 from .runtime.devices import kernels_on, without_values
 from .runtime.interpreter import INTERPRETED
 from .saved import GradientSums, Saved
@@ -39,7 +39,6 @@ DIFFERENT = (
     "vocabulary_parallel_linear_cross_entropy: the gradients of the ranks' losses differ; use reduction='none', and "
     "multiply each row's loss by its own factor"
 )
-Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
 
 
 class Results(NamedTuple):
@@ -89,37 +88,34 @@ def _forward(x: Inputs, call: Call) -> Results:
     with kernels_on(x.e):
         plan = _plan(x, call)  # before any computation, because it refuses a workspace that is too small
         o, rows = (call.options, 0) if plan is None else (plan.options(call.options), plan.rows)
-        bias = None if x.bias is None else x.bias.contiguous()
         ranks = None if place is None else AllRows(x, call, rows)
         if ranks is None:
             e, c = backend.prepare(x.e, call.dtype), backend.prepare(x.c, call.dtype)
-            columns, z_target = backend.find_targets(e, c, bias, x.targets, call.ignore_index, o, not call.with_lse)
+            columns, z_target = backend.find_targets(e, c, x.bias, x.targets, call.ignore_index, o, not call.with_lse)
             here = standing = columns
         else:
             e, c, columns, here, standing, z_target = ranks.e, ranks.c, ranks.columns, ranks.here, ranks.standing, None
         several = _several(x, None if ranks is None else ranks.spread)
         held = sums = None
         lists: Sequence[Tensor] = ()
-        if rows and ranks is None:
+        if rows:
+            here, settled = standing, {}
+            if ranks is not None:
+                rows, settled = ranks.spread.chunk, {"settle": ranks.settle(x.weights, o), "arrive": ranks.arrive}
             found, held, sums = backend.three_products.forward(
-                e, c, columns, rows, _stored_dtypes(x, call), call.with_metrics, o, z_target=z_target,
-                with_lse=call.with_lse, weights=x.weights, bias=bias, skip=_skips(x, call),
-                several=several,
-            )  # fmt: skip
-        elif rows and ranks is not None:
-            here = standing
-            found, held, sums = backend.three_products.forward(
-                e, c, here, ranks.spread.chunk, _stored_dtypes(x, call), call.with_metrics, replace(o, z_loss=0.0),
-                ranks.settle(x.weights, o), ranks.arrive, with_lse=call.with_lse, bias=bias, several=several,
+                e, c, here, rows, _stored_dtypes(x, call), call.with_metrics,
+                o if ranks is None else replace(o, z_loss=0.0), z_target=z_target, with_lse=call.with_lse,
+                weights=x.weights if ranks is None else None, bias=x.bias, skip=_skips(x, call), several=several,
+                **settled,
             )  # fmt: skip
         elif plan is not None and plan.capacity:
             found, lists = backend.select.forward(e, c, columns, plan.capacity, call.with_metrics, o, z_target)
         else:
-            found = backend.forward(e, c, bias, standing, call.with_metrics, o, z_target)
+            found = backend.forward(e, c, x.bias, standing, call.with_metrics, o, z_target)
             found = found if ranks is None else ranks.whole(found)
         losses, lse, metrics, mine = assemble_loss(found, columns, o), found.lse, found.metrics, columns
         if several is not None:
-            losses = several.losses(losses, found, backend.logits_at(e, c, bias, several.columns, o), o)
+            losses = several.losses(losses, found, backend.logits_at(e, c, x.bias, several.columns, o), o)
         if ranks is not None and ranks.spread.own:
             losses, lse, mine = (ranks.spread.mine(of_all) for of_all in (losses, lse, columns))
             metrics = None if metrics is None else ranks.spread.mine(metrics.T).T.contiguous()
@@ -245,7 +241,7 @@ def _backward(
         several = _several(x, spread)
         if several is not None and o.softcap is not None:
             refuse_given_back(bias=x.bias)
-            z = backend.logits_at(e, c, None if x.bias is None else x.bias.contiguous(), several.columns, o)
+            z = backend.logits_at(e, c, x.bias, several.columns, o)
             several = several._replace(slope=1 - (z / o.softcap).square())
         if finish:
             return _finished(grad_rows, up.lse, x, e, c, saved, call, plan, spread, several)
@@ -272,7 +268,6 @@ def _backward(
             grads = backend.gather.backward(operands, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats)
             return *grads, None
         refuse_given_back(bias=x.bias)
-        bias = None if x.bias is None else x.bias.contiguous()
         entropy = rule = None
         if up.metrics is not None and metrics is not None:
             grad_h, h = (where_it_counts(of[1], columns) for of in (up.metrics, metrics))
@@ -284,14 +279,14 @@ def _backward(
             elsewhere = o.label_smoothing * spread.size / spread.vocab
             share = 1 - o.label_smoothing + elsewhere
             if o.filter_eps is not None:
-                mean_z = backend.mean_logits(e, c, bias, columns, o)
+                mean_z = backend.mean_logits(e, c, x.bias, columns, o)
                 mean_z = None if mean_z is None else spread.entries(mean_z)
-                rule = Rule.of(columns, mean_z, o).shard(sum(spread.shards[: spread.rank]), spread.size, add_up)
+                rule = Rule.of(columns, mean_z, o).shard(spread.first, spread.size, add_up)
             b, o = b * share, replace(o, label_smoothing=elsewhere / share)
             # Three products have used a stand-in for a target on another rank.
             columns = saved.here if saved.here is not None and not plan.rows else spread.columns(columns)
             dtypes = (dtypes[0] and torch.float32, *dtypes[1:])
-        operands = Operands(e, c, bias, columns, lse, a, b)
+        operands = Operands(e, c, x.bias, columns, lse, a, b)
         grad_e, grad_c, grad_bias = backend.backward(
             operands, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy, added
         )

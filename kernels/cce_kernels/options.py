@@ -47,34 +47,28 @@ class Options:
     workspace_mib: float | None = None
 
     def __post_init__(self) -> None:
-        if self.softcap is not None and not 0 < self.softcap < inf:
-            raise ValueError(f"softcap: must be positive and finite, or None, got {self.softcap}")
-        if not -inf < self.logit_scale < inf:
-            raise ValueError(f"logit_scale: must be finite, got {self.logit_scale}")
-        if not 0 <= self.label_smoothing <= 1:
-            raise ValueError(f"label_smoothing: must lie in [0, 1], got {self.label_smoothing}")
-        if not 0 <= self.z_loss < inf:
-            raise ValueError(f"z_loss: must be finite and not negative, got {self.z_loss}")
-        if self.filter_eps is not None and not LEAST_EPS <= self.filter_eps < 1:
-            raise ValueError(f"filter_eps: must lie in [2^-126, 1) or be None, got {self.filter_eps}")
-        if self.filter_eps is not None and self.label_smoothing > 0:
+        eps, mass = self.filter_eps, self.filter_mass
+        for name, right, words in (
+            ("softcap", self.softcap is None or 0 < self.softcap < inf, "must be positive and finite, or None"),
+            ("logit_scale", -inf < self.logit_scale < inf, "must be finite"),
+            ("label_smoothing", 0 <= self.label_smoothing <= 1, "must lie in [0, 1]"),
+            ("z_loss", 0 <= self.z_loss < inf, "must be finite and not negative"),
+            ("filter_eps", eps is None or LEAST_EPS <= eps < 1, "must lie in [2^-126, 1) or be None"),
+            ("filter_mass", mass is None or 0 < mass < 1, "must lie in [0, 1) or be None"),
+            ("accumulate", self.accumulate in ACCUMULATE, f"must be one of {', '.join(ACCUMULATE)}"),
+            ("workspace_mib", self.workspace_mib is None or 0 < self.workspace_mib < inf,
+             "must be positive and finite, or None"),
+        ):  # fmt: skip
+            if not right:
+                raise ValueError(f"{name}: {words}, got {getattr(self, name)!r}")
+        if eps is not None and self.label_smoothing > 0:
             raise ValueError(
                 "label_smoothing: cannot combine with filter_eps, because smoothing gives every entry a gradient and "
                 "leaves nothing to drop; give one of the two"
             )
-        if self.filter_eps is None:
-            for name, given in (
-                ("filter_unbiased", self.filter_unbiased), ("filter_mass", self.filter_mass is not None),
-                ("filter_if_faster", self.filter_if_faster),
-            ):  # fmt: skip
-                if given:
-                    raise ValueError(f"{name}: says how filter_eps filters; give filter_eps, too")
-        if self.filter_mass is not None and not 0 < self.filter_mass < 1:
-            raise ValueError(f"filter_mass: must lie in [0, 1) or be None, got {self.filter_mass}")
-        if self.accumulate not in ACCUMULATE:
-            raise ValueError(f"accumulate: must be one of {', '.join(ACCUMULATE)}, got {self.accumulate!r}")
-        if self.workspace_mib is not None and not 0 < self.workspace_mib < inf:
-            raise ValueError(f"workspace_mib: must be positive and finite, or None, got {self.workspace_mib}")
+        for name in ("filter_unbiased", "filter_mass", "filter_if_faster"):
+            if eps is None and getattr(self, name):
+                raise ValueError(f"{name}: says how filter_eps filters; give filter_eps, too")
 
     def without_filter(self) -> Options:
         """These options without a filter: every gradient is exact."""
@@ -129,7 +123,7 @@ class Inputs(NamedTuple):
     e: Tensor  # (N, D)
     c: Tensor  # (V, D), or this rank's rows of the whole vocabulary's
     targets: Tensor  # (N,) int64, columns of the whole vocabulary
-    bias: Tensor | None  # (V,)
+    bias: Tensor | None  # (V,) contiguous
     main_grad_c: Tensor | None  # (V, D) fp32: dC is added to it
     stats: Tensor | None  # (5,) fp32, written (filter/rule.FilterStats)
     weights: Tensor | None  # (N,) fp32, what each row's loss is multiplied by

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .options import Options
 
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
 # A row's "target column" is its target, or one of two negative numbers.
 IGNORED, OUTSIDE = -1, -2  # the target is ignore_index; the target lies outside the vocabulary
 

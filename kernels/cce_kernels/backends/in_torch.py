@@ -20,7 +20,7 @@ from ..accumulator import Accumulator, scratch_bytes
 from ..filter.rule import FilterStats, Rule, mean_logits
 from ..options import Options
 from ..planner import Plan, Problem
-from ..row_math import Operands, Rows, empty_metrics, where_it_counts
+from ..row_math import Dtypes, Operands, Rows, empty_metrics, where_it_counts
 from ..row_math import mean_gradient as mean_gradient
 from ..row_math import reduce_loss as reduce_loss
 from ..row_math import row_coefficients as row_coefficients
@@ -123,9 +123,8 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def backward(
-    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None, stats: FilterStats | None, rule: Rule | None = None, entropy: Tensor | None = None,
-    added: tuple[Tensor, Tensor] | None = None,
+    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: FilterStats | None,
+    rule: Rule | None = None, entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 

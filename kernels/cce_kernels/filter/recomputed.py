@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..options import Options
 from ..planner import room
-from ..row_math import Operands
+from ..row_math import Dtypes, Operands
 from ..schemes.four_products import dropped_mass, gradients
 from ..triton.logit_gradient import Filter, parts
 from .draw import mean_logits
@@ -16,9 +16,8 @@ from .sample import add_estimates
 
 
 def backward(
-    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None, stats: FilterStats | None, rule: Rule | None = None, entropy: Tensor | None = None,
-    added: tuple[Tensor, Tensor] | None = None,
+    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: FilterStats | None,
+    rule: Rule | None = None, entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`four_products.gradients`, with the filter if the options name one.
 

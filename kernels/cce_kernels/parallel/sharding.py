@@ -81,12 +81,16 @@ class Spread:
         return self.shards[self.rank]
 
     @property
+    def first(self) -> int:
+        return sum(self.shards[: self.rank])
+
+    @property
     def vocab(self) -> int:
         return sum(self.shards)
 
     def columns(self, columns: Tensor) -> Tensor:
         """Target columns (N,) as columns of this rank's shard; IGNORED where the shard does not hold the target."""
-        here = columns - sum(self.shards[: self.rank])
+        here = columns - self.first
         return torch.where((here >= 0) & (here < self.size), here, IGNORED)
 
     def owners(self, columns: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 from ..accumulator import Accumulator, compensated
 from ..filter.rule import Rule
 from ..options import Options
-from ..row_math import Operands
+from ..row_math import Dtypes, Operands
 from ..runtime.tiles import cdiv
 from ..triton.logit_gradient import Filter, gradient_of_chunk, parts
 from ..triton.logits import target_logits
@@ -53,9 +53,8 @@ class Fallback:
 
 
 def gradients(
-    x: Operands, width: int, o: Options, dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
-    main_grad_c: Tensor | None, filtering: Filter | None, fallback: Fallback | None = None,
-    entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
+    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, filtering: Filter | None,
+    fallback: Fallback | None = None, entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -146,7 +145,7 @@ def gradients(
     return result, grad_c, grad_bias
 
 
-def _targets_apart(e: Tensor, dtypes: tuple[torch.dtype | None, ...], main_grad_c: Tensor | None, o: Options) -> bool:
+def _targets_apart(e: Tensor, dtypes: Dtypes, main_grad_c: Tensor | None, o: Options) -> bool:
     """Whether the targets' entries are added in fp32, apart from dz.
 
     An fp32 gradient gains precision by it. The other gradient must not lose any: its sum must be fp32 or compensated.

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..accumulator import Accumulator
 from ..options import Options
 from ..planner import splits_beside
-from ..row_math import Rows, empty_metrics
+from ..row_math import Dtypes, Rows, empty_metrics
 from ..runtime.tiles import cdiv, multiprocessors, transposed_tiles
 from ..saved import GradientSums, Held
 from ..several_targets import Several
@@ -46,8 +46,6 @@ from ..triton.targets.order import order_by_target
 from .last_chunk import LastChunk, finish_one, finish_several, lends_to_e, store_hidden
 from .stored_rows import rows_like, rows_of, scaled_rows
 
-Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # of the gradients of e, c and bias
-
 
 def forward(
     e: Tensor, c: Tensor, columns: Tensor, rows: int, dtypes: Dtypes, with_metrics: bool, o: Options,
@@ -61,7 +59,7 @@ def forward(
         e: (N, D) and c: (V, D), bf16 and `aligned`.
         columns: (N,) int64, each row's target column (row_math.py).
         rows: token rows per chunk.
-        dtypes: dtypes of the gradients of e, c and bias; None for a gradient that is not wanted.
+        dtypes: None for a gradient that is not wanted.
         settle: called with each chunk's statistics before its products; may change them in place.
         arrive: called before a chunk of e is read; makes its rows readable.
         z_target: (N,) fp32, the targets' logits, if they are known already.
