@@ -304,17 +304,17 @@ def check_reduction_and_shift(reduction: Any, shift: int, targets: Tensor) -> No
         raise ValueError(f"shift: must lie in [0, {last}], the last dimension of targets, got {shift}")
 
 
-def check_weights(name: str, x: Any, like: Tensor | None = None) -> None:
-    """Raise an error if x cannot be weights of classes, or of the targets `like`."""
+def check_weights(name: str, x: Any, targets: Tensor) -> None:
+    """Raise an error if x cannot be weights of targets."""
     check_tensor(name, x)
     if x.dtype not in DTYPES:
         raise ValueError(f"{name}: must be bfloat16, float16 or float32, got {x.dtype}")
     if x.requires_grad:
         raise ValueError(f"{name}: requires a gradient, but gets none; give {name}.detach()")
-    if like is not None and x.shape != like.shape:
-        raise ValueError(f"{name}: must be {_sizes(like)} like targets, got {_sizes(x)}")
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{name}: is on {x.device}, targets on {like.device}")
+    if x.shape != targets.shape:
+        raise ValueError(f"{name}: must be {_sizes(targets)} like targets, got {_sizes(x)}")
+    if x.device != targets.device:
+        raise ValueError(f"{name}: is on {x.device}, targets on {targets.device}")
 
 
 def check_tensor(name: str, x: Any) -> None:

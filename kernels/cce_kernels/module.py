@@ -1,6 +1,6 @@
-"""The loss as a torch.nn.Module, in three call orders: this package's, flash-linear-attention's and Liger's.
+"""The loss as a torch.nn.Module, in two call orders: this package's, and flash-linear-attention's.
 
-None of the three has parameters: the head's weight is an argument of the call.
+Neither has parameters: the head's weight is an argument of the call.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import difflib
 import inspect
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .api import linear_cross_entropy, try_options
-from .arguments import as_integer, check_tensor, check_weights
+from .arguments import as_integer
 from .parallel.api import vocabulary_parallel_linear_cross_entropy
 
 # The keywords of linear_cross_entropy that are no tensors: what a module may store.
@@ -107,8 +106,12 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
         """
         if use_l2warp:
             raise ValueError("use_l2warp: must be False, this loss has no L2Warp penalty; keep FLA's loss for it")
-        _refuse("num_chunks", num_chunks, 8, "give workspace_mib, which bounds the memory here")
-        _refuse("l2_penalty_factor", l2_penalty_factor, 1e-4, "this loss has no L2Warp penalty")
+        if num_chunks != 8:
+            raise ValueError(
+                f"num_chunks: must be 8 here, got {num_chunks}; give workspace_mib, which bounds the memory"
+            )
+        if l2_penalty_factor != 1e-4:
+            raise ValueError("l2_penalty_factor: must be 1e-4, this loss has no L2Warp penalty")
         if not accumulate_grad_in_fp32:
             options = {"accumulate": "bf16", **options}
         super().__init__(
@@ -133,72 +136,3 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
             shards=[weight.shape[0]] * dist.get_world_size(self.process_group), group=self.process_group,
             **self.options,
         )  # fmt: skip
-
-
-class LigerFusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
-    """In place of `liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss` (Liger 0.8): its options and order."""
-
-    ce_weight: Tensor | None
-
-    def __init__(
-        self,
-        ce_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        softcap: float | None = None,
-        return_z_loss: bool = False,
-        accum_dtype: torch.dtype | None = None,
-        use_token_scaling: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        **options: Any,
-    ) -> None:
-        """Translate Liger's options; the signature is wide because Liger's is.
-
-        Args:
-            lse_square_scale: `z_loss`.
-            accum_dtype: None for this package's compensated sums, torch.float32 for accumulate="fp32".
-            ce_weight: (V,) weights of the classes, bf16, fp16 or fp32, not together with label_smoothing or
-                lse_square_scale. A buffer without gradient that moves with the module and is not in its state_dict.
-            use_token_scaling and return_…: must be False.
-            options: further options of `linear_cross_entropy`.
-
-        Raises:
-            TypeError, ValueError: as in `LinearCrossEntropyLoss`, or Liger's option is not supported here.
-        """
-        if ce_weight is not None:
-            check_weights("ce_weight", ce_weight)
-        if ce_weight is not None and (label_smoothing or lse_square_scale):
-            raise ValueError("ce_weight: cannot combine with label_smoothing or lse_square_scale; keep Liger's loss")
-        _refuse("use_token_scaling", use_token_scaling, False, "give linear_cross_entropy token_weights")
-        _refuse("return_z_loss", return_z_loss, False, "linear_cross_entropy(return_lse=True) gives the log-sum-exps")
-        _refuse("return_token_accuracy", return_token_accuracy, False, "linear_cross_entropy has return_metrics=True")
-        _refuse("return_predicted_tokens", return_predicted_tokens, False, "keep Liger's loss for them")
-        if accum_dtype is not None:
-            if accum_dtype != torch.float32:
-                raise ValueError(f"accum_dtype: must be None or torch.float32, got {accum_dtype}")
-            options = {"accumulate": "fp32", **options}
-        super().__init__(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
-            z_loss=lse_square_scale, **options,
-        )  # fmt: skip
-        self.register_buffer("ce_weight", ce_weight, persistent=False)
-
-    def forward(  # type: ignore[override]  # Liger's order
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Any:
-        """The loss (fp32) of lin_weight (V, D), _input (..., D), target (...) and bias (V,)."""
-        if self.ce_weight is None:
-            return super().forward(_input, lin_weight, target, bias)
-        if self.ce_weight.shape != lin_weight.shape[:1]:
-            raise ValueError(f"ce_weight: must be (V,) = {(len(lin_weight),)}, got {tuple(self.ce_weight.shape)}")
-        check_tensor("target", target)
-        kept = target.long().clamp(0, len(lin_weight) - 1)  # the loss itself refuses targets outside the vocabulary
-        return super().forward(_input, lin_weight, target, bias, token_weights=self.ce_weight.to(target.device)[kept])
-
-
-def _refuse(name: str, value: Any, default: Any, remedy: str) -> None:
-    if value != default:
-        raise ValueError(f"{name}: must be {default!r} here, got {value!r}; {remedy}")

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from cases import BF16, FP32, IGNORE, Case, draw, weights_of
+from cases import BF16, FP32, Case, draw, weights_of
 from cce_kernels import vocabulary_parallel_linear_cross_entropy, vocabulary_shards
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
@@ -51,110 +51,74 @@ class Spread:
         return f"{self.case}-{self.rows}"
 
 
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {},
+    "sum": {"reduction": "sum"},
+    "softcap": {"softcap": 15.0, "logit_scale": 1.3},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "shift": {"shift": 1, "reduction": "none"},
+    "many_chunks": {"workspace_mib": 0.5},
+    "weights": {"z_loss": 1e-2},
+    "several": {"softcap": 15.0, "label_smoothing": 0.1, "z_loss": 1e-2},
+    "everything": {
+        "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1, "reduction": "none",
+    },
+}  # fmt: skip
+
+
 def cases(ranks: int) -> list[Spread]:
     """Every option alone and all together, on a vocabulary that the number of ranks does not divide."""
-    plain = {
-        "plain": {},
-        "bias": {},
-        "sum": {"reduction": "sum"},
-        "softcap": {"softcap": 15.0, "logit_scale": 1.3},
-        "label_smoothing": {"label_smoothing": 0.1},
-        "z_loss": {"z_loss": 1e-2},
-        "shift": {"shift": 1, "reduction": "none"},
-        "many_chunks": {"workspace_mib": 0.5},
-        "weights": {"z_loss": 1e-2},
-        "several": {"softcap": 15.0, "label_smoothing": 0.1, "z_loss": 1e-2},
-        "everything": {
-            "softcap": 20.0, "logit_scale": 1.3, "label_smoothing": 0.2, "z_loss": 1e-3, "shift": 1,
-            "reduction": "none",
-        },
-    }  # fmt: skip
-    found = []
-    for dtype in (FP32, BF16):
-        for rows in ("same",) if dtype == FP32 else ("own",):
-            for name, options in plain.items():
-                case = Case(
-                    f"{name}-{str(dtype)[6:]}", shape=(ranks, 43), vocab=777, dtype=dtype, options=options,
-                    bias=name in ("bias", "everything"), peak=12 if name == "softcap" else 0,
-                    weights=name in ("weights", "everything"), several=3 if name == "several" else 0,
-                )  # fmt: skip
-                extras = {"plain": EXTRAS, "everything": EXTRAS, "weights": {"return_metrics": True}}
-                found.append(Spread(case, rows, extras=extras.get(name, {})))
+    found: list[Spread] = []
+
+    def add(name: str, rows: str = "same", n: int = 43, options: Any = (), spread: Any = (), **case: Any) -> None:
+        found.append(Spread(Case(name, shape=(ranks, n), options=dict(options), **case), rows, **dict(spread)))
+
+    metrics = {"return_metrics": True}
+    extras = {"plain": EXTRAS, "everything": EXTRAS, "weights": metrics}
+    for dtype, rows in ((FP32, "same"), (BF16, "own")):
+        for name, options in PLAIN.items():
+            add(
+                f"{name}-{str(dtype)[6:]}", rows, options=options, dtype=dtype, bias=name in ("bias", "everything"),
+                peak=12 if name == "softcap" else 0, weights=name in ("weights", "everything"),
+                several=3 if name == "several" else 0, spread={"extras": extras.get(name, {})},
+            )  # fmt: skip
     uneven = (700, *[1] * (ranks - 2), 77 - (ranks - 2))
-    found += [
-        Spread(Case("uneven-bf16", shape=(ranks, 43), vocab=777, dtype=BF16, peak=6), shards=uneven, main_grad=True),
-        Spread(Case("all_ignored-fp32", shape=(ranks, 5), ignored=1)),
-        Spread(Case("sure-fp32", shape=(ranks, 43), vocab=97, peak=40, ignored=0)),
-        Spread(Case("mixed-bf16_fp32", shape=(ranks, 43), dtype=BF16, dtype_c=FP32), "own"),
-    ]
-    softcap = {"softcap": 30.0, "logit_scale": 1.4, "z_loss": 1e-3, "reduction": "sum"}
-    found += [
-        Spread(
-            Case("stored-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8),
-            rows, stored_rows=64, main_grad=rows == "own", extras={"return_metrics": True},
-        )
-        for rows in ("same", "own")
-    ]  # fmt: skip
-    found += [
-        Spread(
-            Case(
-                "stored_weights-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, weights=True, options=options
-            ),
-            rows, stored_rows=64, extras={"return_metrics": True}, again=True,
-        )
-        for rows, options in (("same", {"z_loss": 1e-3}), ("own", {"reduction": "sum"}))
-    ]  # fmt: skip
-    found += [  # with few entries, so that another column in a target's place has a large p
-        Spread(
-            Case(
-                "stored_several-bf16", shape=(ranks, 75), vocab=24, dtype=BF16, peak=1, several=3, bias=True,
-                options=options,
-            ),
-            rows, stored_rows=stored_rows, extras={"return_metrics": True}, compiled=compiled, again=not compiled,
-        )
-        for rows, options, stored_rows, compiled in (
-            ("same", {"z_loss": 1e-3}, 64, True), ("own", {"reduction": "none", "shift": 1}, 64 * 5, False)
-        )
-    ]  # fmt: skip
-    found += [
-        Spread(
-            Case(
-                "stored_bias-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, bias=True,
-                options={"logit_scale": 1.4, "z_loss": 1e-3},
-            ),
-            rows, stored_rows=64, extras={"return_metrics": True}, compiled=rows == "own",
-        )
-        for rows in ("same", "own")
-    ]  # fmt: skip
-    of_rows = {"z_loss": 1e-3, "reduction": "none"}
-    found += [  # each row's own gradient: one chunk
-        Spread(
-            Case("stored_rows-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, peak=8, options=of_rows),
-            rows, stored_rows=64 * 5, extras=EXTRAS,
-        )
-        for rows in ("same", "own")
-    ]  # fmt: skip
-    found.append(
-        Spread(Case("stored_softcap-bf16", shape=(ranks, 75), vocab=391, dtype=BF16, options=softcap), stored_rows=64)
-    )
-    everything = Case(
-        "compiled-fp32", shape=(ranks, 43), vocab=777, options=plain["everything"], bias=True, weights=True
-    )  # fmt: skip
-    found += [Spread(everything, rows, extras=EXTRAS, compiled=True) for rows in ("same", "own")]
-    found.append(Spread(Case("compiled_mean-bf16", shape=(ranks, 43), vocab=777, dtype=BF16), "own", compiled=True))
-    unequal = Case("unequal-bf16", shape=(ranks, 5), vocab=97, dtype=BF16)
-    found.append(Spread(unequal, "own", stored_rows=64, unequal=True))
-    found.append(  # losses beyond what the kernels' offset allows for
-        Spread(Case("improbable-bf16", shape=(ranks, 43), vocab=391, dtype=BF16, peak=-90), stored_rows=64)
-    )
+    add("uneven-bf16", dtype=BF16, peak=6, spread={"shards": uneven, "main_grad": True})
+    add("all_ignored-fp32", n=5, ignored=1)
+    add("sure-fp32", vocab=97, peak=40, ignored=0)
+    add("mixed-bf16_fp32", "own", dtype=BF16, dtype_c=FP32)
+    stored, chunks = {"n": 75, "vocab": 391, "dtype": BF16, "peak": 8}, {"stored_rows": 64, "extras": metrics}
+    for rows in ("same", "own"):
+        own = rows == "own"
+        add("stored-bf16", rows, **stored, spread=chunks | {"main_grad": own})
+        options = {"reduction": "sum"} if own else {"z_loss": 1e-3}
+        add("stored_weights-bf16", rows, **stored, weights=True, options=options, spread=chunks | {"again": True})
+        add(  # with few entries, so that another column in a target's place has a large p
+            "stored_several-bf16", rows, **stored | {"vocab": 24, "peak": 1}, several=3, bias=True,
+            options={"reduction": "none", "shift": 1} if own else {"z_loss": 1e-3},
+            spread=chunks | {"stored_rows": 64 * 5 if own else 64, "compiled": not own, "again": own},
+        )  # fmt: skip
+        options = {"logit_scale": 1.4, "z_loss": 1e-3}
+        add("stored_bias-bf16", rows, **stored, bias=True, options=options, spread=chunks | {"compiled": own})
+        options = {"z_loss": 1e-3, "reduction": "none"}  # each row's own gradient: one chunk
+        add("stored_rows-bf16", rows, **stored, options=options, spread={"stored_rows": 64 * 5, "extras": EXTRAS})
+        everything = {"options": PLAIN["everything"], "bias": True, "weights": True}
+        add("compiled-fp32", rows, **everything, spread={"extras": EXTRAS, "compiled": True})
+    options = {"softcap": 30.0, "logit_scale": 1.4, "z_loss": 1e-3, "reduction": "sum"}
+    add("stored_softcap-bf16", **stored | {"peak": 0}, options=options, spread={"stored_rows": 64})
+    add("compiled_mean-bf16", "own", dtype=BF16, spread={"compiled": True})
+    add("unequal-bf16", "own", n=5, vocab=97, dtype=BF16, spread={"stored_rows": 64, "unequal": True})
+    # losses beyond what the kernels' offset allows for
+    add("improbable-bf16", vocab=391, dtype=BF16, peak=-90, spread={"stored_rows": 64})
     filtered = {"filter_eps": 2.0**-8, "workspace_mib": 0.75}
     unbiased = filtered | {"filter_unbiased": True}
     # A row drops up to 0.67, and no shard more than 0.34 of that: only together do they see that it is too much.
     masses = ("exact", unbiased | {"filter_mass": 0.5}), ("mass", unbiased | {"filter_mass": 0.999})
     if_faster = "if_faster", unbiased | {"filter_if_faster": True}
     for name, options in (("filter", filtered), ("unbiased", unbiased), *masses, if_faster):
-        case = Case(f"{name}-fp32", shape=(ranks, 75), vocab=1300, peak=9, options=options)
-        found.append(Spread(case, extras={"return_stats": True}))
+        add(f"{name}-fp32", n=75, vocab=1300, peak=9, options=options, spread={"extras": {"return_stats": True}})
     return found
 
 
@@ -280,6 +244,3 @@ if __name__ == "__main__":
     for process in processes:
         process.join()
     sys.exit(sum(process.exitcode != 0 for process in processes))
-
-
-__all__ = ["IGNORE", "Spread", "cases", "compute", "start"]

@@ -1,7 +1,6 @@
-"""The loss as a module: the function's own result, and FLA's and Liger's modules with their orders of arguments."""
+"""The loss as a module: the function's own result, and FLA's module with its order of arguments."""
 
 import copy
-import importlib
 import inspect
 import pickle
 from typing import Any
@@ -11,45 +10,22 @@ import torch
 import torch.nn.functional as F
 from cases import Case, draw, gradients
 from cce_kernels import LinearCrossEntropyLoss, linear_cross_entropy
-from cce_kernels.module import FusedLinearCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from cce_kernels.module import FusedLinearCrossEntropyLoss
 from torch import distributed as dist
 
 from linrnn.models.fla_import import import_fla
 
 BIASED = Case("module", shape=(30,), dim=24, bias=True, vocab=90)
-# The library's module, ours, how ours is called, and the options that both are tried with.
-THEIRS: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {
-    "fla.modules.FusedLinearCrossEntropyLoss": (
-        "xtwb",
-        FusedLinearCrossEntropyLoss,
-        [
-            {},
-            {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1},
-            {"logit_scale": 0.3, "accumulate_grad_in_fp32": False},
-            {"logit_scale": 0.3, "logit_softcapping": 2.0},
-        ],
-    ),
-    "liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss": (
-        "wxtb",
-        LigerFusedLinearCrossEntropyLoss,
-        [
-            {},
-            {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "lse_square_scale": 1e-2},
-            {"accum_dtype": torch.float32},
-            {"ce_weight": torch.linspace(0.5, 2, 90)},
-            {"softcap": 2.0},
-        ],
-    ),
-}
-CALLS = [(name, options) for name, (_, _, tried) in THEIRS.items() for options in tried]
-# Triton's interpreter has no tanh and cannot run Liger's class weights; a formula stands for these.
-BY_FORMULA = [call for call in CALLS if {"softcap", "logit_softcapping", "ce_weight"} & call[1].keys()]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1},
+    {"logit_scale": 0.3, "accumulate_grad_in_fp32": False},
+    {"logit_scale": 0.3, "logit_softcapping": 2.0},  # Triton's interpreter has no tanh, so a formula stands for FLA
+]
 
 
-def library(name: str) -> Any:
-    module, kind = name.rsplit(".", 1)
-    importing = import_fla if module.startswith("fla.") else importlib.import_module
-    return getattr(importing(module), kind)
+def flas() -> Any:
+    return import_fla("fla.modules").FusedLinearCrossEntropyLoss
 
 
 def test_the_module_is_the_function_with_its_options_stored():
@@ -81,23 +57,11 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ({"preset": "cce_best"}, ValueError, "preset: must be one of"),
     )
 ]
-REFUSED += [  # what the other libraries' modules have and these do not
+REFUSED += [  # what FLA's has and this does not
     (FusedLinearCrossEntropyLoss, options, ValueError, message)
     for options, message in (
         ({"use_l2warp": True}, "use_l2warp: must be False"),
         ({"num_chunks": 4}, "num_chunks: must be 8 here, got 4; give workspace_mib"),
-    )
-]
-REFUSED += [
-    (LigerFusedLinearCrossEntropyLoss, options, error, message)
-    for options, error, message in (
-        ({"ce_weight": torch.ones(3), "label_smoothing": 0.1}, ValueError, "ce_weight: cannot combine with label_smo"),
-        ({"ce_weight": [1.0]}, TypeError, "ce_weight: must be a tensor, got list"),
-        ({"ce_weight": torch.ones(9).double()}, ValueError, "ce_weight: must be bfloat16, float16 or float32"),
-        ({"ce_weight": torch.ones(9, requires_grad=True)}, ValueError, "ce_weight: requires a gradient, .*detach"),
-        ({"accum_dtype": torch.float16}, ValueError, "accum_dtype: must be None or torch.float32"),
-        ({"return_z_loss": True}, ValueError, "return_z_loss: must be False .*return_lse"),
-        ({"return_token_accuracy": True}, ValueError, "return_token_accuracy: must be False .*return_metrics"),
     )
 ]
 
@@ -108,78 +72,44 @@ def test_wrong_options_fail_at_construction(kind, options, error, message):
         kind(**options)
 
 
-def test_class_weights_of_any_label():
-    weights = torch.linspace(0.5, 2, 90)
-    e, c, targets, bias = draw(BIASED, "cpu")
-    want = F.cross_entropy(F.linear(e, c, bias), targets, weight=weights)
-    narrow = targets.to(torch.int8)  # V < 128
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(weights)(c, e, narrow, bias), want)
-    unsigned = targets.clamp(min=0).to(torch.uint8)  # as an index, torch takes it for a mask
-    want = F.cross_entropy(F.linear(e, c, bias), targets.clamp(min=0), weight=weights)
-    torch.testing.assert_close(LigerFusedLinearCrossEntropyLoss(weights)(c, e, unsigned, bias), want)
-    with pytest.raises(ValueError, match=r"^targets: 90 lies outside \[0, 90\)"):
-        LigerFusedLinearCrossEntropyLoss(weights)(c, e, torch.full_like(targets, 90), bias)
-    with pytest.raises(ValueError, match=r"^ce_weight: must be \(V,\) = \(90,\), got \(91,\)"):
-        LigerFusedLinearCrossEntropyLoss(torch.ones(91))(c, e, targets, bias)
-    with pytest.raises(TypeError, match=r"^target: must be a tensor, got list"):
-        LigerFusedLinearCrossEntropyLoss(weights)(c, e, [1], bias)
-
-
-def test_class_weights_move_with_the_module_and_are_not_saved():
-    """A copy from the host at every call would wait for the device."""
-    module = LigerFusedLinearCrossEntropyLoss(torch.ones(9)).to("meta")
-    assert module.ce_weight.is_meta
-    assert not module.state_dict()
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_signatures_are_the_librarys(name):
-    ours, theirs = THEIRS[name][1], library(name)
+def test_the_signature_is_flas():
     for function in ("__init__", "forward"):
-        [got, want] = [inspect.signature(getattr(kind, function)).parameters.values() for kind in (ours, theirs)]
-        described = [[(p.name, p.default, p.kind) for p in parameters] for parameters in (got, want)]
-        assert described[0][: len(described[1])] == described[1], f"{name}.{function}"
+        of_both = [inspect.signature(getattr(kind, function)) for kind in (FusedLinearCrossEntropyLoss, flas())]
+        ours, theirs = ([(p.name, p.default, p.kind) for p in x.parameters.values()] for x in of_both)
+        assert ours[: len(theirs)] == theirs, function
 
 
-def same_as_the_library(name: str, options: dict[str, Any], device: str, tolerance: float) -> None:
-    order, kind, _ = THEIRS[name]
+def results(module: Any, options: dict[str, Any], device: str) -> list[torch.Tensor]:
     x, w, t, b = draw(BIASED, device)
-    if options.get("ignore_index") == 3:
-        t = t.clamp_min(3)
-    leaves = {"x": x, "w": w, "t": t, "b": b}
-    results = []
-    options = {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
-    for module in (kind(**options), library(name)(**options)):
-        loss = module(*(leaves[letter] for letter in order))
-        results.append([loss.detach(), *gradients(loss, (x, w, b))])
-    for got, want in zip(*results, strict=True):
+    loss = module(x, t.clamp_min(3) if options.get("ignore_index") == 3 else t, w, b)
+    return [loss.detach(), *gradients(loss, (x, w, b))]
+
+
+def same_as_flas(options: dict[str, Any], device: str, tolerance: float) -> None:
+    both = (results(kind(**options), options, device) for kind in (FusedLinearCrossEntropyLoss, flas()))
+    for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want.to(got.dtype).reshape(got.shape), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("name", "options"), [call for call in CALLS if not any(call is x for x in BY_FORMULA)])
-def test_losses_and_gradients_are_the_librarys(name, options):
-    same_as_the_library(name, options, "cpu", 1e-5)
-
-
-@pytest.mark.parametrize(("name", "options"), BY_FORMULA)
-def test_a_capped_or_weighted_loss_is_the_formulas(name, options):
-    order, kind, _ = THEIRS[name]
-    x, w, t, b = draw(BIASED, "cpu")
-    leaves = {"x": x, "w": w, "t": t, "b": b}
-    logits = options.get("logit_scale", 1) * F.linear(x, w, b)
-    if "ce_weight" not in options:
-        logits = 2 * torch.tanh(logits / 2)
-    want = F.cross_entropy(logits, t, weight=options.get("ce_weight"))
-    got = kind(**options)(*(leaves[letter] for letter in order))
-    for ours, theirs in zip([got, *gradients(got, (x, w, b))], [want, *gradients(want, (x, w, b))], strict=True):
-        torch.testing.assert_close(ours, theirs)
+@pytest.mark.parametrize("options", OPTIONS[:-1])
+def test_losses_and_gradients_are_flas(options):
+    same_as_flas(options, "cpu", 1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "options"), CALLS)
-def test_losses_and_gradients_are_the_librarys_on_a_gpu(name, options):
-    same_as_the_library(name, options, "cuda", 1e-4)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_losses_and_gradients_are_flas_on_a_gpu(options):
+    same_as_flas(options, "cuda", 1e-4)
+
+
+def test_a_capped_loss_is_the_formulas():
+    def formula(x, t, w, b):
+        return F.cross_entropy(2 * torch.tanh(0.3 * F.linear(x, w, b) / 2), t)
+
+    ours = results(FusedLinearCrossEntropyLoss(**OPTIONS[-1]), {}, "cpu")
+    for got, want in zip(ours, results(formula, {}, "cpu"), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_flas_process_group_is_a_vocabulary_over_its_ranks(tmp_path):
