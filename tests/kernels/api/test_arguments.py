@@ -5,12 +5,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from cce_kernels import linear_cross_entropy, linear_log_probs, patch, predicted_tokens, reference_linear_cross_entropy
+from cce_kernels import linear_cross_entropy, linear_log_probs, predicted_tokens, reference_linear_cross_entropy
 from cce_kernels.arguments import FLAGS
 from cce_kernels.options import ACCUMULATE, Call, Options, Place
 from hypothesis import given
 from hypothesis import strategies as st
-from patch_models import build_hf
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -231,8 +230,3 @@ def test_numbers_of_other_types_are_as_they_were():
         linear_cross_entropy(E, C, T, softcap=Fraction(3), logit_scale=Fraction(2), ignore_index=2), want
     )
     assert torch.equal(linear_cross_entropy(E, C, T, softcap=3, logit_scale=2, ignore_index=torch.tensor(2)), want)
-
-
-def test_an_option_of_a_wrong_type_fails_when_patching():
-    with pytest.raises(TypeError, match="workspace_mib: must be a number or None, got '100'"):
-        patch(build_hf("Llama"), workspace_mib="100")

@@ -71,13 +71,6 @@ def test_the_share_of_head_and_loss_is_what_the_decoder_leaves_in_each_round():
     assert "8.00" in str(found)
 
 
-def test_each_pass_runs_the_decoder_once_a_round():
-    model, calls = build_hf("Llama"), []
-    model.model.register_forward_hook(lambda *_: calls.append("decoder"))
-    cce_kernels.profile(model.train(), batch()[0], rounds=3)
-    assert len(calls) == 2 + 3 + 3 * 3, "two losses, three peaks, three passes in each of three rounds"
-
-
 def test_ids_are_their_own_labels_and_weights_do_not_change():
     ids, _ = batch()
     model = build_hf("Llama").train()

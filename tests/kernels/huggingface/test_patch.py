@@ -7,8 +7,6 @@ import inspect
 import io
 import json
 import pickle
-import subprocess
-import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -150,13 +148,6 @@ def test_predictions_that_nobody_asked_for_are_refused_when_used():
             use(output.predictions)
     with pytest.raises(TypeError, match="predictions: must be True or False"):
         cce_kernels.patch(build_hf("Llama"), predictions="yes")
-
-
-def test_a_call_whose_labels_were_taken_away_warns():
-    ids, _ = batch()
-    model = cce_kernels.patch(build_hf("Llama"))
-    with pytest.warns(UserWarning, match="num_items_in_batch and without labels.*patch_trainer"):
-        assert "logits" in model(ids, num_items_in_batch=7)
 
 
 # ------------------------------------------------------------------------------------------ FLA
@@ -359,21 +350,6 @@ def test_a_model_that_fsdp2_has_sharded(one_rank, build):
 
 
 # ------------------------------------------------------------------------------------------ options
-def test_options_reach_the_loss(monkeypatch):
-    calls = []
-
-    def spy(*args, **options):
-        calls.append(options)
-        return cce_kernels.linear_cross_entropy(*args, **options)
-
-    monkeypatch.setattr(deferred, "linear_cross_entropy", spy)
-    ids, labels = batch()
-    same_step(
-        build_hf("Gemma2"), input_ids=ids, labels=labels, options={"preset": "paper/cce_exact", "workspace_mib": 4}
-    )
-    assert calls[-1]["preset"] == "paper/cce_exact"
-    assert calls[-1]["workspace_mib"] == 4
-    assert calls[-1]["softcap"] == 0.5
 
 
 def test_the_filter_changes_gradients_and_not_the_loss():
@@ -394,13 +370,14 @@ def test_the_filter_changes_gradients_and_not_the_loss():
     [
         ({"preset": "cce_best"}, "preset: must be one of"),
         ({"workspace_mib": -1}, "workspace_mib: must be positive"),
+        ({"workspace_mib": "100"}, "workspace_mib: must be a number or None, got '100'"),
         ({"softcap": 30.0}, "softcap: patch takes only preset"),
         ({"workspace": 3}, "workspace: patch takes only"),
     ],
 )
 def test_wrong_options_fail_when_patching(options, message):
     model = build_hf("Llama")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         cce_kernels.patch(model, **options)
     assert not cce_kernels.is_patched(model)
 
@@ -492,10 +469,3 @@ def test_a_sharded_head_is_refused(one_rank):
     torch.distributed.tensor.parallel.parallelize_module(model, one_rank, {"lm_head": column})
     with pytest.raises(ValueError, match=r"DTensor.*sharding"):
         cce_kernels.patch(model)
-
-
-def test_the_package_imports_neither_transformers_nor_fla():
-    code = "import sys, cce_kernels; print(sorted({'transformers', 'fla'} & set(sys.modules)))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
