@@ -10,7 +10,7 @@ from torch import Tensor
 from .arguments import PRESETS, checked
 from .filter.rule import FilterStats
 from .operators import cross_entropy
-from .parallel.dtensors import any_distributed, of_dtensors
+from .parallel.sharding import any_distributed
 from .row_math import mean_metrics, of_targets
 
 __all__ = ["PRESETS", "linear_cross_entropy"]
@@ -148,6 +148,8 @@ def linear_cross_entropy(
         "workspace_mib": workspace_mib,
     }  # fmt: skip
     if any_distributed(e, c, targets, bias, token_weights, target_weights):
+        from .parallel.dtensors import of_dtensors
+
         return of_dtensors(
             linear_cross_entropy, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, reduction=reduction,
             shift=shift, token_weights=token_weights, target_weights=target_weights, return_lse=return_lse,

@@ -13,7 +13,7 @@ from torch import Tensor
 from .arguments import check_flags, check_tensor, checked
 from .operators import cross_entropy
 from .options import MIB
-from .parallel.dtensors import any_distributed, of_dtensors, plain_heads
+from .parallel.sharding import any_distributed
 from .row_math import of_targets
 
 
@@ -59,6 +59,8 @@ def linear_log_probs(
         "softcap": softcap, "logit_scale": logit_scale, "accumulate": accumulate, "workspace_mib": workspace_mib,
     }  # fmt: skip
     if any_distributed(e, c, targets, bias):
+        from .parallel.dtensors import of_dtensors
+
         return of_dtensors(
             linear_log_probs, e, c, targets, bias, main_grad_c, ignore_index=ignore_index, shift=shift, spread=False,
             temperature=temperature, return_entropy=return_entropy, **numbers,
@@ -106,6 +108,8 @@ def predicted_tokens(
     """
     check_tensor("e", e)
     if any_distributed(c, bias):
+        from .parallel.dtensors import plain_heads
+
         c, bias = plain_heads(c, bias, None)
     inputs, call, shape = checked(
         e, c, e.new_zeros(e.shape[:-1], dtype=torch.long), bias, None, None,

@@ -79,19 +79,11 @@ class FusedLinearCrossEntropyLoss(LinearCrossEntropyLoss):
     """
 
     def __init__(
-        self,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        logit_softcapping: float | None = None,
-        num_chunks: int = 8,
-        reduction: str = "mean",
-        use_l2warp: bool = False,
-        l2_penalty_factor: float = 1e-4,
-        accumulate_grad_in_fp32: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> None:
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+        logit_softcapping: float | None = None, num_chunks: int = 8, reduction: str = "mean",
+        use_l2warp: bool = False, l2_penalty_factor: float = 1e-4, accumulate_grad_in_fp32: bool = True,
+        process_group: dist.ProcessGroup | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         """Translate FLA's options; the signature is wide because FLA's is.
 
         Args:

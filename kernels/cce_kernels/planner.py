@@ -74,19 +74,14 @@ LEAST_EPS_TIMES_VOCAB = 12.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The chunks of a call.
+    """The chunks of a call."""
 
-    rows: token rows of a chunk of three products; 0 where the call takes another scheme.
-    columns: vocabulary columns of a chunk of four products. Three products use up their stored exponentials, so a
-        second backward pass takes four. Filter lists that overflow take four, too.
-    capacity: entries that the filter's lists hold; 0 where the call uses no lists.
-    exact: whether the call leaves out its filter, because exact gradients are faster (filter_if_faster).
-    """
-
-    rows: int
+    rows: int  # token rows of a chunk of three products; 0 where the call takes another scheme
+    # Vocabulary columns of a chunk of four products. Three products use up their stored exponentials, so a second
+    # backward pass takes four. Filter lists that overflow take four, too.
     columns: int
-    capacity: int = 0
-    exact: bool = False
+    capacity: int = 0  # entries that the filter's lists hold; 0 where the call uses no lists
+    exact: bool = False  # whether the call leaves out its filter, because exact gradients are faster (filter_if_faster)
 
     def options(self, o: Options) -> Options:
         """The options that the call follows: o, without its filter if the call is exact."""
@@ -94,26 +89,20 @@ class Plan:
 
 
 class Problem(NamedTuple):
-    """The sizes and dtypes of a call that the plan depends on.
-
-    dtype: what the products multiply.
-    grad_e, grad_c: dtypes of the gradients; None where a gradient is not wanted.
-    main_grad: whether dC is added to the caller's fp32 buffer.
-    uniform: whether all row losses have the same upstream gradient, and the log-sum-exps none. Otherwise three products
-        take one chunk: the forward pass multiplies every chunk but the last, before upstream gradients are known.
-    sharded: whether C is one rank's part of the vocabulary.
-    """
+    """The sizes and dtypes of a call that the plan depends on."""
 
     n_rows: int
     dim: int
     vocab: int
-    dtype: torch.dtype
-    grad_e: torch.dtype | None
+    dtype: torch.dtype  # of what the products multiply
+    grad_e: torch.dtype | None  # of the gradients; None where one is not wanted
     grad_c: torch.dtype | None
-    main_grad: bool
+    main_grad: bool  # whether dC is added to the caller's fp32 buffer
+    # Whether all row losses have the same upstream gradient, and the log-sum-exps none. Otherwise three products take
+    # one chunk: the forward pass multiplies every chunk but the last, before upstream gradients are known.
     uniform: bool
     has_bias: bool
-    sharded: bool = False
+    sharded: bool = False  # whether C is one rank's part of the vocabulary
 
 
 @lru_cache(maxsize=1024)

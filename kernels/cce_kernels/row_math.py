@@ -17,21 +17,14 @@ IGNORED, OUTSIDE = -1, -2  # the target is ignore_index; the target lies outside
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of each row, fp32.
+    """Statistics of each row, fp32."""
 
-    lse: (N,) log-sum-exp of the logits.
-    nll: (N,) −log p of the target; 0 for ignored rows, NaN for a target outside the vocabulary.
-    z_above_mean: (N,) target logit minus mean logit, for label smoothing; else None.
-    metrics: (2, N) whether the target's logit is the largest (1 or 0), and the entropy of the softmax in nats; or None.
-    largest: (N,) the largest logit except the target's, if metrics are wanted; else None.
-    lost: (N,) what lse lost by rounding, which is more than p may lose where the logits have a common offset; or None.
-    """
-
-    lse: Tensor
-    nll: Tensor
-    z_above_mean: Tensor | None = None
-    metrics: Tensor | None = None
-    largest: Tensor | None = None
+    lse: Tensor  # (N,) log-sum-exp of the logits
+    nll: Tensor  # (N,) −log p of the target; 0 for ignored rows, NaN for a target outside the vocabulary
+    z_above_mean: Tensor | None = None  # (N,) target logit minus mean logit, for label smoothing
+    metrics: Tensor | None = None  # (2, N) whether the target's logit is the largest (1 or 0); entropy in nats
+    largest: Tensor | None = None  # (N,) the largest logit except the target's, if metrics are wanted
+    # (N,) what lse lost by rounding, which is more than p may lose where the logits have a common offset
     lost: Tensor | None = None
 
 

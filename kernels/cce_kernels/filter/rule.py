@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,25 +45,16 @@ LIKELY_SHARE = 8  # 1 / 8 of the vocabulary counts as likely, the head included
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of one call: which entries are kept, and what is sampled from the tail.
+    """The rule of one call: which entries are kept, and what is sampled from the tail."""
 
-    eps: () fp32, the threshold; 0 keeps all entries.
-    seed: () int64, the seed of the draws; None if the tail is dropped.
-    rank: (V,) int32, each column's rank by its mean logit; None if no columns count as likely.
-    likely: (n,) int64, the likely columns in order of rank; the first n_head are the head. None like rank.
-    counts: (N,) bool, whether a row has a target; None if filter_mass is not checked.
-    first: the shard's first column, if the rule is for a shard of the vocabulary.
-    add_up: sums a tensor over all shards in place; None for a whole vocabulary.
-    """
-
-    eps: Tensor
-    seed: Tensor | None
-    rank: Tensor | None
-    likely: Tensor | None
+    eps: Tensor  # () fp32, the threshold; 0 keeps all entries
+    seed: Tensor | None  # () int64, the seed of the draws; None if the tail is dropped
+    rank: Tensor | None  # (V,) int32, each column's rank by its mean logit; None if no columns count as likely
+    likely: Tensor | None  # (n,) int64, the likely columns in order of rank, the first n_head the head; None like rank
     n_head: int = 0
-    counts: Tensor | None = None
-    first: int = 0
-    add_up: Callable[[Tensor], Any] | None = None
+    counts: Tensor | None = None  # (N,) bool, whether a row has a target; None if filter_mass is not checked
+    first: int = 0  # the shard's first column, if the rule is for a shard of the vocabulary
+    add_up: Callable[[Tensor], Any] | None = None  # sums a tensor over all shards in place; None: a whole vocabulary
 
     @classmethod
     def of(cls, columns: Tensor, mean_z: Tensor | None, o: Options) -> Rule:
@@ -165,23 +156,16 @@ class Rule:
         return Sample(drawn, times, place, *draw_rows(self.seed, columns.shape[0]))
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The columns and rows drawn, and how many times each one counts.
+class Sample(NamedTuple):
+    """The columns and rows drawn, and how many times each one counts."""
 
-    columns: (blocks of rows, groups) int64, the columns drawn for each block of rows.
-    times: (blocks of rows, groups) fp32, the size of the drawn column's group; 0 for a draw that does not count. Such a
-        draw lies outside of the vocabulary or shard, or is a likely column drawn from the groups of all columns.
-    place: (N,) int64, the index of a row's target among its block's drawn columns, or -1.
-    rows: (groups of rows,) int64, the rows drawn.
-    row_times: (groups of rows,) fp32, the size of the drawn row's group; 0 for a draw beyond the last row.
-    """
-
-    columns: Tensor
+    columns: Tensor  # (blocks of rows, groups) int64, the columns drawn for each block of rows
+    # (blocks of rows, groups) fp32, the size of the drawn column's group; 0 for a draw outside of the vocabulary or
+    # shard, and for a likely column drawn from the groups of all columns
     times: Tensor
-    place: Tensor
-    rows: Tensor
-    row_times: Tensor
+    place: Tensor  # (N,) int64, the index of a row's target among its block's drawn columns, or -1
+    rows: Tensor  # (groups of rows,) int64, the rows drawn
+    row_times: Tensor  # (groups of rows,) fp32, the size of the drawn row's group; 0 for a draw beyond the last row
 
     @classmethod
     def empty(cls, columns: Tensor, dim: int, vocab: int) -> Sample:

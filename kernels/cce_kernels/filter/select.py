@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -222,23 +222,19 @@ def kept_kernel(
     tl.store(mass_ptr + rows, mass, mask=rows < N)
 
 
-@dataclass(frozen=True)
-class Lists:
-    """The listed entries, and everything else that the backward pass needs from the forward pass.
-
-    void: 1 if an entry is missing or a row dropped more than filter_mass; the lists are then undefined.
-    """
+class Lists(NamedTuple):
+    """The listed entries, and everything else that the backward pass needs from the forward pass."""
 
     starts: Tensor  # (N + 1,) int64: row i's entries lie from starts[i] to starts[i + 1], the target first
     column: Tensor  # (capacity,) int32, each entry's column; V in unused places
     weight: Tensor  # (capacity,) fp32, each entry's p; undefined at targets
-    count: Tensor  # (N, SEGMENTS) int32, number of entries that the rule lists
+    number: Tensor  # (N, SEGMENTS) int32, number of entries that the rule lists
     dropped: Tensor  # (N, SEGMENTS) fp32, softmax mass of the entries that are not kept
-    void: Tensor  # () int32
+    void: Tensor  # () int32: 1 if an entry is missing or a row dropped more than filter_mass; the lists are undefined
     nll: Tensor  # (N,) fp32, −log p of the target
     rank: Tensor  # this and the next as in `Rule`; empty if the rule has none
     likely: Tensor
-    sample: Sample | None  # what the rule draws; None if it draws nothing
+    sample: Sample | None = None  # what the rule draws; None if it draws nothing
 
     @classmethod
     def empty(cls, columns: Tensor, vocab: int, capacity: int, void: Tensor, o: Options) -> Lists:
@@ -253,27 +249,23 @@ class Lists:
             starts=new(n_rows + 1, dtype=torch.int64),
             column=new(capacity, dtype=torch.int32),
             weight=new(capacity, dtype=torch.float32),
-            count=new(n_rows, SEGMENTS, dtype=torch.int32),
+            number=new(n_rows, SEGMENTS, dtype=torch.int32),
             dropped=new(n_rows, SEGMENTS, dtype=torch.float32),
             void=void,
             nll=new(n_rows, dtype=torch.float32),
             rank=new(vocab if n_likely else 0, dtype=torch.int32),
             likely=new(n_likely, dtype=torch.int64),
-            sample=None,
         )
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the lists and of the sample, in the order that `of` takes."""
-        own = {**vars(self)}
-        sample = own.pop("sample")
-        return [*own.values(), *(() if sample is None else vars(sample).values())]
+        return [*self[:-1], *(self.sample or ())]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Lists:
         """The lists from their `tensors`."""
-        own = [field.name for field in fields(cls) if field.name != "sample"]
-        sample = tensors[len(own) :]
-        return cls(**dict(zip(own, tensors, strict=False)), sample=Sample(*sample) if sample else None)
+        own = len(cls._fields) - 1
+        return cls._make((*tensors[:own], Sample._make(tensors[own:]) if tensors[own:] else None))
 
     def rule(self, eps: float, vocab: int) -> Rule:
         """The rule, without a seed, because the sample is drawn already."""
@@ -284,14 +276,14 @@ class Lists:
         kept, dropped = torch.empty_like(self.nll), torch.empty_like(self.nll)
         n_rows = kept.shape[0]
         kept_kernel[(cdiv(n_rows, KEPT),)](
-            self.count, self.dropped, columns, rule.rank, kept, dropped, n_rows, rule.n_head, SEGMENTS, KEPT,
+            self.number, self.dropped, columns, rule.rank, kept, dropped, n_rows, rule.n_head, SEGMENTS, KEPT,
             num_warps=4,
         )  # fmt: skip
         return kept, dropped
 
     def sampled(self, columns: Tensor, dim: int, vocab: int) -> Lists:
         """These lists with the sample that is drawn for the target columns (N,) int64."""
-        return replace(self, sample=draw(columns, dim, vocab, *self._likely(vocab)))
+        return self._replace(sample=draw(columns, dim, vocab, *self._likely(vocab)))
 
     def _likely(self, vocab: int) -> tuple[Tensor | None, Tensor | None, int]:
         """rank, likely and n_head of the rule."""
@@ -335,12 +327,12 @@ def forward(
         if metrics is not None and part.metrics is not None:
             metrics[:, chunk] = part.metrics
         select_kernel[(height, SEGMENTS)](
-            w.view(torch.int32), columns, listable, factor, lse, slots, found, void, lists.count, lists.dropped,
+            w.view(torch.int32), columns, listable, factor, lse, slots, found, void, lists.number, lists.dropped,
             w.stride(0) // 2, first, vocab, *scales, eps, SEGMENTS, SLOTS, EIGHTS, FOUND,
             num_warps=1, maxnreg=SELECT_REGISTERS,
         )  # fmt: skip
         collect_kernel[(height,)](
-            w_i, slots, columns, factor, lse, lists.count, lists.dropped, void, lists.starts, lists.column,
+            w_i, slots, columns, factor, lse, lists.number, lists.dropped, void, lists.starts, lists.column,
             lists.weight, w.stride(0), first, capacity, *scales,
             math.inf if o.filter_mass is None else float(o.filter_mass), SEGMENTS, SLOTS, 2048, 64, num_warps=4,
         )  # fmt: skip
@@ -372,4 +364,4 @@ def _lists_of(
 def empty_lists(columns: Tensor, dim: int, vocab: int, capacity: int, o: Options) -> list[Tensor]:
     """The tensors that `forward` returns, without values."""
     lists = Lists.empty(columns, vocab, capacity, columns.new_empty((), dtype=torch.int32), o)
-    return replace(lists, sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()
+    return lists._replace(sample=Sample.empty(columns, dim, vocab) if o.filter_unbiased else None).tensors()

@@ -58,17 +58,18 @@ class DeferredLogits:
         self.capped, self.outer = capped, outer
         self.device = hidden.device
 
-    def __mul__(self, factor: Any) -> DeferredLogits:
+    def _scaled(self, factor: Any, divisor: Any) -> DeferredLogits:
         if self.capped:
-            return DeferredLogits(self.hidden, self.head, self.times, self.over, True, self.outer * factor)
-        return DeferredLogits(self.hidden, self.head, self.times * factor, self.over)
+            return DeferredLogits(self.hidden, self.head, self.times, self.over, True, self.outer * factor / divisor)
+        return DeferredLogits(self.hidden, self.head, self.times * factor, self.over * divisor)
+
+    def __mul__(self, factor: Any) -> DeferredLogits:
+        return self._scaled(factor, 1.0)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> DeferredLogits:
-        if self.capped:
-            return DeferredLogits(self.hidden, self.head, self.times, self.over, True, self.outer / divisor)
-        return DeferredLogits(self.hidden, self.head, self.times, self.over * divisor)
+        return self._scaled(1.0, divisor)
 
     def tanh(self) -> DeferredLogits:
         if self.capped:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..module import FusedLinearCrossEntropyLoss
 
@@ -53,15 +54,9 @@ def _accepts(*_: Any, use_l2warp: bool = False, **__: Any) -> tuple[bool, str | 
 
 
 def _loss_and_gradients(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    num_chunks: int = 8,
-    l2_penalty_factor: float = 1e-4,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_chunks: int = 8,
+    l2_penalty_factor: float = 1e-4, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """In place of `fused_linear_cross_entropy_fwd`: the loss (fp32), and the gradients of x (N, D), weight (V, D)
     and bias (V,), which FLA scales and hands on later. num_chunks and l2_penalty_factor are not used here.
     """

@@ -36,16 +36,9 @@ class FusedHead:
 
     @staticmethod
     def apply(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: Sequence[str] = ("log_probs",),
-    ) -> tuple[Tensor | None, ...]:
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        softcap: float | None = None, logit_scale: float = 1.0, outputs: Sequence[str] = ("log_probs",),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """TRL's arguments and results; the signature is wide because TRL's is. chunk_size is not used here.
 
         Returns:

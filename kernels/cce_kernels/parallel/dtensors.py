@@ -17,6 +17,8 @@ gives the sum over ranks instead of the average.
 One dimension at most spreads the vocabulary, the last one with Shard(0). Along the others c is gathered. It is gathered
 along all of them if the division by torch.chunk leaves a rank without a row of c. e is gathered along dimensions where
 ranks would have different numbers of rows, and where D is sharded.
+
+Imported late: torch's own module takes half a second, and whoever has a DTensor has imported it.
 """
 
 from __future__ import annotations
@@ -24,28 +26,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ..arguments import as_integer, check_reduction_and_shift, check_tensor, shifted
 from ..row_math import nonzero_divisor
 from .api import vocabulary_parallel_linear_cross_entropy
 from .sharding import vocabulary_shards
-
-if TYPE_CHECKING:  # half a second to import: whoever has a DTensor has imported it
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
-
-
-def any_distributed(*tensors: Any) -> bool:
-    """Whether one of them is a DTensor, or a tensor on which a collective still works."""
-    if torch.compiler.is_compiling():  # torch.compile sees no __tensor_flatten__
-        return any(map(_is_dtensor, tensors))
-    found = (type(x).__name__ for x in tensors if hasattr(x, "__tensor_flatten__"))
-    return any(name in ("DTensor", "AsyncCollectiveTensor") for name in found)
 
 
 class _Plain(torch.autograd.Function):
@@ -66,18 +58,10 @@ def _waited(x: Any) -> Any:
     return _Plain.apply(x, 1.0) if hasattr(x, "trigger_wait") else x
 
 
-def _is_dtensor(x: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
-
-
 def _gathered(name: str, x: DTensor, mesh: DeviceMesh | None) -> Any:
     """x on `mesh`, or as a plain tensor for None: gathered along the dimensions of its mesh that `mesh` lacks. Their
     ranks' gradients are averaged. Raises a ValueError if mesh is neither x's mesh nor a part of it.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     if mesh is not None and x.device_mesh == mesh:
         return x
     names, kept = x.device_mesh.mesh_dim_names or (), () if mesh is None else mesh.mesh_dim_names or ()
@@ -107,8 +91,6 @@ class Layout:
     @classmethod
     def of(cls, e: DTensor, c: DTensor, spread: bool) -> Layout:
         """The layout for e (..., D) and c (V, D) on one mesh. spread: whether the vocabulary may be spread."""
-        from torch.distributed.tensor import Replicate
-
         mesh, rows = e.device_mesh, range(e.dim() - 1)
         of_e = [p if any(p.is_shard(k) for k in rows) else Replicate() for p in e.placements]
         vocabulary = None
@@ -129,16 +111,12 @@ class Layout:
 
     def local_rows(self, x: Tensor, whole: int | None = None) -> Tensor:
         """This rank's part of numbers for rows (...), which every rank has; all along the mesh dimension `whole`."""
-        from torch.distributed.tensor import DTensor, Replicate
-
         placements = [Replicate() if d == whole else p for d, p in enumerate(self.of_e)]
         everywhere = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=placements).to_local()
 
     def local_head(self, x: DTensor) -> Tensor:
         """This rank's rows of c (V, D) or of the bias (V,)."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
         here = [Shard(0) if d == self.vocabulary else Replicate() for d in range(self.mesh.ndim)]
         summed = [d for d, p in enumerate(self.of_e) if d != self.vocabulary and p.is_shard()]
         grads = [Partial() if d in summed else p for d, p in enumerate(here)]
@@ -146,8 +124,6 @@ class Layout:
 
     def total(self, x: Tensor, whole: int | None = None) -> Any:
         """The sum of numbers (), one for each part of the rows, as a replicated DTensor. whole: as in `local_rows`."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
         parts = [Partial() if p.is_shard() and d != whole else Replicate() for d, p in enumerate(self.of_e)]
         return DTensor.from_local(x, self.mesh, parts, run_check=False).redistribute(
             placements=[Replicate()] * self.mesh.ndim
@@ -155,8 +131,6 @@ class Layout:
 
     def rows(self, x: Tensor, like: Tensor, shift: int) -> Any:
         """Numbers for this rank's rows as a DTensor of the shape of like[..., shift:]."""
-        from torch.distributed.tensor import DTensor
-
         stride = torch.empty(like.shape, device="meta").stride()
         whole = DTensor.from_local(x, self.mesh, self.of_e, run_check=False, shape=like.shape, stride=stride)
         return whole[..., : like.shape[-1] - shift] if shift else whole
@@ -189,7 +163,7 @@ def of_dtensors(
     """
     e, c, targets, bias, token_weights = (_waited(x) for x in (e, c, targets, bias, token_weights))
     options["ignore_index"] = ignore_index
-    if not _is_dtensor(e):
+    if not isinstance(e, DTensor):
         of_rows = {"token_weights": token_weights, "target_weights": target_weights}
         of_rows = {name: x for name, x in of_rows.items() if x is not None}
         c, bias = plain_heads(c, bias, main_grad_c, targets=targets, **of_rows)
@@ -235,10 +209,10 @@ def plain_heads(c: Any, bias: Any, main_grad_c: Any, **of_rows: Any) -> tuple[An
         ValueError: numbers of rows are DTensors, or main_grad_c is given.
     """
     for name, x in of_rows.items():
-        if _is_dtensor(x):
+        if isinstance(x, DTensor):
             raise ValueError(f"{name}: is a DTensor, e is none; give its to_local(), or a DTensor for e")
     _refuse_buffer(main_grad_c)
-    return tuple(_gathered(name, x, None) if _is_dtensor(x) else x for name, x in (("c", c), ("bias", bias)))
+    return tuple(_gathered(name, x, None) if isinstance(x, DTensor) else x for name, x in (("c", c), ("bias", bias)))
 
 
 def _checked(
@@ -255,7 +229,7 @@ def _checked(
     for name, x in (("c", c), ("bias", bias)):
         if x is not None:
             check_tensor(name, x)
-            if not _is_dtensor(x):
+            if not isinstance(x, DTensor):
                 raise ValueError(
                     f"{name}: is no DTensor, e is one; give DTensor.from_local({name}, mesh, [Replicate()])"
                 )
@@ -268,7 +242,7 @@ def _checked(
             check_tensor(name, x)
             if x.shape != e.shape[:-1]:
                 raise ValueError(f"{name}: must be {tuple(e.shape[:-1])} like e without D, got {tuple(x.shape)}")
-            x = x.full_tensor() if _is_dtensor(x) else x
+            x = x.full_tensor() if isinstance(x, DTensor) else x
         rows.append(x)
     targets, weights = rows
     check_reduction_and_shift("none", shift, targets)

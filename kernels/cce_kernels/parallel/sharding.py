@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +17,16 @@ from ..options import Place
 from ..row_math import IGNORED
 
 LINE = 64  # 16-bit numbers in a line of 128 bytes
+
+
+def any_distributed(*tensors: Any) -> bool:
+    """Whether one of them is a DTensor, or a tensor on which a collective still works (dtensors.py)."""
+    if torch.compiler.is_compiling():  # torch.compile sees no __tensor_flatten__
+        from torch.distributed.tensor import DTensor
+
+        return any(isinstance(x, DTensor) for x in tensors)
+    found = (type(x).__name__ for x in tensors if hasattr(x, "__tensor_flatten__"))
+    return any(name in ("DTensor", "AsyncCollectiveTensor") for name in found)
 
 
 def vocabulary_shards(vocab: int, ranks: int) -> list[int]:

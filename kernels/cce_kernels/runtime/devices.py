@@ -14,15 +14,10 @@ from torch import Tensor
 
 
 class Device(NamedTuple):
-    """The properties of a device that the kernels depend on.
+    """The properties of a device that the kernels depend on."""
 
-    capability: compute capability, 90 for Hopper; 0 in Triton's interpreter.
-    shared_memory: bytes of shared memory that one program may have.
-    multiprocessors: number of streaming multiprocessors.
-    """
-
-    capability: int
-    shared_memory: int
+    capability: int  # compute capability, 90 for Hopper; 0 in Triton's interpreter
+    shared_memory: int  # bytes that one program may have
     multiprocessors: int
 
 

@@ -146,16 +146,12 @@ def _filter(dz, p, is_target, cols, W, eps, rank_ptr, times_ptr, n_head, kept, d
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter of one chunk. With `kept` and `dropped` dz holds the entries that the rule keeps, without them the tail.
-
-    kept, dropped: (splits, N) fp32 from `parts`, added to: entries kept and softmax mass dropped.
-    times: (W,) fp32 or None: what each column of the tail is multiplied by; 0 for columns of the head.
-    """
+    """A filter of one chunk. dz holds the entries that the rule keeps; without `kept` and `dropped` the tail."""
 
     rule: Rule
-    kept: Tensor | None = None
-    dropped: Tensor | None = None
-    times: Tensor | None = None
+    kept: Tensor | None = None  # (splits, N) fp32 from `parts`, added to: entries kept
+    dropped: Tensor | None = None  # the same: softmax mass dropped
+    times: Tensor | None = None  # (W,) fp32: what each column of the tail is multiplied by; 0 for columns of the head
 
 
 def parts(e: Tensor) -> Tensor:

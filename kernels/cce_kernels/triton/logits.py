@@ -244,15 +244,11 @@ def _target_logits(
 
 @dataclass(frozen=True)
 class Sums:
-    """Partial sums over the vocabulary, fp32, one for each split.
+    """Partial sums over the vocabulary, fp32, one for each split."""
 
-    w: (splits, N) sums of w. z: (splits, N) sums of the logits, for label smoothing with a softcap; else None. metrics:
-    (2, splits, N) the largest w and the sum of w (z − z_target) log2 e, both without the target's; None unless metrics
-    are wanted.
-    """
-
-    w: Tensor
-    z: Tensor | None
+    w: Tensor  # (splits, N) sums of w
+    z: Tensor | None  # (splits, N) sums of the logits, for label smoothing with a softcap
+    # (2, splits, N) the largest w and the sum of w (z − z_target) log2 e, both without the target's, if wanted
     metrics: Tensor | None
 
 

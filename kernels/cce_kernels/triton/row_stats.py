@@ -212,20 +212,13 @@ def _logits(
 
 @dataclass(frozen=True)
 class Gradient:
-    """Tensors for the gradients of a loss that sums the row losses; `finish_rows` writes all but w.
+    """Tensors for the gradients of a loss that sums the row losses; `finish_rows` writes all but w and weights."""
 
-    w: (N, V) exponentials (logits.py), 0 at the targets; rewritten where a row overflowed.
-    factor: (N,) fp32, the factor from a row of w to dL/d(e · c).
-    coefficient: (N,) fp32, dL/d(e · c) of the row's target.
-    of_lse: (2, N) fp32 or None, the same two numbers of a sum of the log-sum-exps.
-    weights: (N,) fp32 or None, what each row's loss is multiplied by; read.
-    """
-
-    w: Tensor
-    factor: Tensor
-    coefficient: Tensor
-    of_lse: Tensor | None = None
-    weights: Tensor | None = None
+    w: Tensor  # (N, V) exponentials (logits.py), 0 at the targets; rewritten where a row overflowed
+    factor: Tensor  # (N,) fp32, the factor from a row of w to dL/d(e · c)
+    coefficient: Tensor  # (N,) fp32, dL/d(e · c) of the row's target
+    of_lse: Tensor | None = None  # (2, N) fp32, the same two numbers of a sum of the log-sum-exps
+    weights: Tensor | None = None  # (N,) fp32, what each row's loss is multiplied by; read
 
 
 def finish_rows(
