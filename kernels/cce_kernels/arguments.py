@@ -51,6 +51,13 @@ def checked(
         TypeError, ValueError, RuntimeError: as `linear_cross_entropy` says.
     """
     o = make_options(preset, options)
+    if place is not None and o.filter_eps is not None:  # over shards a filter is never faster
+        if not o.filter_if_faster:
+            raise ValueError(
+                "filter_eps: cannot combine with a vocabulary over several ranks; give preset='cce_filter', which is "
+                "exact there, or no filter"
+            )
+        o = o.without_filter()
     check_flags(return_lse=return_lse, return_metrics=return_metrics, return_stats=return_stats)
     vocab = 0 if place is None else sum(place.shards)
     given, every_target, every_weight, weights = targets, None, None, None

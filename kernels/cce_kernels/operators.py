@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import refuse_transforms
 from .backends import backend_of, refuse_given_back, restored
-from .filter.rule import FilterStats, Rule
+from .filter.rule import FilterStats
 from .options import Call, Inputs
 from .parallel.rows import AllRows, upstream_of_all
 from .parallel.sharding import Gathered, Reduced, Spread, chunk_rows
@@ -179,23 +178,20 @@ def _fake_forward(x: Inputs, call: Call) -> Results:
 def _plan(x: Inputs, call: Call) -> Plan | None:
     """The plan of the backward pass; None if no gradient is wanted.
 
-    Over several ranks it is the largest shard's. All ranks follow it, because they need the same chunks. A filter over
-    shards always recomputes the logits, so it is never faster than exact gradients.
+    Over several ranks it is the largest shard's. All ranks follow it, because they need the same chunks.
     """
     if not any(call.needs):
         return None
-    o, place = call.options, call.place
+    place = call.place
     n_rows, vocab, (dtype_e, dtype_c, _) = int(x.e.shape[0]), int(x.c.shape[0]), _dtypes(x, call, main_grad=False)
-    exact = place is not None and o.filter_if_faster
     if place is not None:
         n_rows, vocab = n_rows * (len(place.shards) if place.own else 1), max(place.shards)
-        dtype_e, o = dtype_e and torch.float32, o.without_filter() if exact else o
+        dtype_e = dtype_e and torch.float32
     problem = Problem(
         n_rows, int(x.e.shape[1]), vocab, call.dtype, dtype_e, dtype_c,  # int() fixes a compiled graph to these sizes
         x.main_grad_c is not None, call.uniform, x.bias is not None, sharded=place is not None,
     )  # fmt: skip
-    plan = backend_of(x.e).plan(problem, x.e, o)
-    return plan if place is None else replace(plan, capacity=0, exact=exact)
+    return backend_of(x.e).plan(problem, x.e, call.options)
 
 
 def _skips(x: Inputs, call: Call) -> bool:
@@ -251,9 +247,6 @@ def _backward(
         if spread is not None:
             grad_rows, grad_lse, same = upstream_of_all(spread, grad_rows, grad_lse)
         lse = lse if saved.lse is None else saved.lse
-        add_up = None if spread is None else partial(dist.all_reduce, group=spread.group)
-        vocab = c.shape[0] if spread is None else spread.vocab
-        stats = None if x.stats is None else FilterStats(x.stats, vocab, add_up)
         columns = saved.columns
         added = None
         if several is not None:
@@ -265,10 +258,10 @@ def _backward(
                 b, added[1][:, 0] = where_it_counts(grad_targets * several.weights[:, 0], columns), 0
         if plan.capacity:
             operands = Operands(e, c, None, columns, lse, a, b)
-            grads = backend.gather.backward(operands, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, stats)
+            grads = backend.gather.backward(operands, saved.lists, plan.columns, o, dtypes[:2], x.main_grad_c, x.stats)
             return *grads, None
         refuse_given_back(bias=x.bias)
-        entropy = rule = None
+        entropy = None
         if up.metrics is not None and metrics is not None:
             grad_h, h = (where_it_counts(of[1], columns) for of in (up.metrics, metrics))
             if saved.lost is not None:  # for exp(z − lse) in place of p
@@ -278,17 +271,13 @@ def _backward(
             # dz = a p − b ((1 − s) [v = target] + s / V) with b and s rescaled so that V becomes the shard's size.
             elsewhere = o.label_smoothing * spread.size / spread.vocab
             share = 1 - o.label_smoothing + elsewhere
-            if o.filter_eps is not None:
-                mean_z = backend.mean_logits(e, c, x.bias, columns, o)
-                mean_z = None if mean_z is None else spread.entries(mean_z)
-                rule = Rule.of(columns, mean_z, o).shard(spread.first, spread.size, add_up)
             b, o = b * share, replace(o, label_smoothing=elsewhere / share)
             # Three products have used a stand-in for a target on another rank.
             columns = saved.here if saved.here is not None and not plan.rows else spread.columns(columns)
             dtypes = (dtypes[0] and torch.float32, *dtypes[1:])
         operands = Operands(e, c, x.bias, columns, lse, a, b)
         grad_e, grad_c, grad_bias = backend.backward(
-            operands, plan.columns, o, dtypes, x.main_grad_c, stats, rule, entropy, added
+            operands, plan.columns, o, dtypes, x.main_grad_c, x.stats, entropy, added
         )
         if spread is not None and grad_e is not None:
             reduced = Reduced(spread)

@@ -38,7 +38,7 @@ def refuse_device(e: Tensor) -> None:
 
 def backend_of(x: Tensor) -> ModuleType:
     """The backend of x's device: a module with target_columns, find_targets, prepare, plan, forward, backward,
-    reduce_loss, mean_gradient, row_coefficients and mean_logits.
+    reduce_loss, mean_gradient and row_coefficients.
 
     with_triton.py also has settle, three_products, select and gather, for plans that only it makes, and the modules
     program, which repeats passes, and ahead, which compiles; in_torch.py has None for them.

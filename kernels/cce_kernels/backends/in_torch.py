@@ -123,15 +123,14 @@ def _finite(largest: Tensor) -> Tensor:
 
 
 def backward(
-    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: FilterStats | None,
-    rule: Rule | None = None, entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
+    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: Tensor | None,
+    entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e, c and bias; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
     Args:
         width: vocabulary columns per chunk, from `plan`.
-        stats: takes the filter's statistics, or None.
-        rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
+        stats: takes the filter's statistics (`FilterStats`), or None.
         entropy: (2, N) fp32, the gradients of the rows' entropies, and the entropies; or None. Not with a filter.
         added: columns (N, K) int64, negative for none, and what dL/dz gets there, fp32; or None. Not with a filter.
     """
@@ -143,11 +142,9 @@ def backward(
 
     with_c = grad_c is not None or main_grad_c is not None
     needs = sum_e is not None, with_c or grad_bias is not None
-    exact = None
+    rule = exact = None
     if o.filters(*needs):
-        rule, exact = _rule(rule, x._replace(e=e32), width, o)
-    else:
-        rule = None
+        rule, exact = _rule(x._replace(e=e32), width, o)
     sides = _sides(*needs, rule, o)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)
     if entropy is not None:  # its term takes as much memory as the logits
@@ -186,7 +183,7 @@ def backward(
             if grad_bias is not None and for_c:
                 grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
     if stats is not None:
-        stats.write(kept, dropped, exact, b)
+        FilterStats.write(stats, vocab, kept, dropped, exact, b)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 
 
@@ -286,15 +283,14 @@ def _record(rule: Rule, p: Tensor, here: Tensor, place: Tensor, chunk: slice, ke
     dropped += torch.where(stays, 0, p).sum(dim=1)
 
 
-def _rule(rule: Rule | None, x: Operands, width: int, o: Options) -> tuple[Rule, Tensor]:
+def _rule(x: Operands, width: int, o: Options) -> tuple[Rule, Tensor]:
     """The rule of a call, and whether filter_mass makes the call exact, () bool.
 
     With filter_mass this costs one product of N x D x V.
     """
     e, c, bias, columns, lse, *_ = x
     vocab = c.shape[0]
-    if rule is None:
-        rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
+    rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
     if o.filter_mass is None:
         return rule, torch.zeros((), dtype=torch.bool, device=columns.device)
     kept, dropped = torch.zeros_like(lse), torch.zeros_like(lse)

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from .. import planner
 from ..filter import gather, select
-from ..filter.draw import mean_logits
 from ..filter.recomputed import backward
 from ..options import Options
 from ..parallel.combine import settle
@@ -22,7 +21,7 @@ from ..triton.row_stats import forward
 
 __all__ = [
     "ahead", "backward", "find_targets", "forward", "gather", "logits_at", "mean_gradient",
-    "mean_logits", "plan", "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle",
+    "plan", "prepare", "program", "reduce_loss", "row_coefficients", "select", "settle",
     "target_columns", "three_products",
 ]  # fmt: skip
 

@@ -225,7 +225,7 @@ def gather_kernel(
 
 def backward(
     x: Operands, tensors: Sequence[Tensor], width: int, o: Options,
-    dtypes: tuple[torch.dtype | None, torch.dtype | None], main_grad_c: Tensor | None, stats: FilterStats | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None], main_grad_c: Tensor | None, stats: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of e and c; None for each without a dtype in `dtypes`. main_grad_c, if given, has dC added to it.
 
@@ -233,7 +233,7 @@ def backward(
         x: without a bias; e and c are bf16 and `aligned`.
         tensors: of the lists, from `select.forward`.
         width: vocabulary columns per chunk of four products, which run if the lists are void.
-        stats: takes the filter's statistics, or None.
+        stats: takes the filter's statistics (`FilterStats`), or None.
     """
     assert o.filter_eps is not None
     e, c, _, columns, *_, b = x
@@ -275,7 +275,7 @@ def backward(
             listed = torch.where(elsewhere, kept.sum(dim=0), listed)
             mass = torch.where(elsewhere, dropped.sum(dim=0), mass)
             exact = torch.zeros_like(exact)
-        stats.write(listed, mass, exact, b)
+        FilterStats.write(stats, vocab, listed, mass, exact, b)
     return grad_e, grad_c
 
 

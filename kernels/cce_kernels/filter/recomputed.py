@@ -16,26 +16,21 @@ from .sample import add_estimates
 
 
 def backward(
-    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: FilterStats | None,
-    rule: Rule | None = None, entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
+    x: Operands, width: int, o: Options, dtypes: Dtypes, main_grad_c: Tensor | None, stats: Tensor | None,
+    entropy: Tensor | None = None, added: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`four_products.gradients`, with the filter if the options name one.
 
-    Args:
-        stats: takes the filter's statistics, or None.
-        rule: the filter's rule, given for a shard of the vocabulary (operators.py). None: it is made here.
-        entropy, added: as for `four_products.gradients`.
+    stats: takes the filter's statistics (`FilterStats`), or None. entropy, added: as for `four_products.gradients`.
     """
     e, c, bias, columns, lse, *_ = x
-    filtering, exact = None, None
+    filtering = kept = dropped = exact = None
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
-        if rule is None:
-            rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
+        rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
         exact = torch.zeros((), dtype=torch.bool, device=e.device)
         if o.filter_mass is not None:
-            mass = dropped_mass(x, width, o, rule)
-            exact = rule.drops_more(mass, o.filter_mass)
+            exact = rule.drops_more(dropped_mass(x, width, o, rule), o.filter_mass)
         kept, dropped = parts(e)
         filtering = Filter(rule.exact_if(exact), kept, dropped)
     grads = gradients(x, width, o, dtypes, main_grad_c, filtering, entropy=entropy, added=added)
@@ -44,7 +39,7 @@ def backward(
         sample = filtering.rule.sample(columns, e.shape[1], c.shape[0])
         add_estimates(x, filtering.rule, sample, o, (grads[0], grad_c, grads[2]), room(o))
     if stats is not None:
-        if filtering is None:
+        if kept is None or dropped is None:
             kept = dropped = torch.zeros_like(lse)[None]
-        stats.write(kept.sum(dim=0), dropped.sum(dim=0), exact, x.b)
+        FilterStats.write(stats, c.shape[0], kept.sum(dim=0), dropped.sum(dim=0), exact, x.b)
     return grads

@@ -24,10 +24,9 @@ drops nearly all of the gradient but the targets'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import c_float
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +52,6 @@ class Rule:
     likely: Tensor | None  # (n,) int64, the likely columns in order of rank, the first n_head the head; None like rank
     n_head: int = 0
     counts: Tensor | None = None  # (N,) bool, whether a row has a target; None if filter_mass is not checked
-    first: int = 0  # the shard's first column, if the rule is for a shard of the vocabulary
-    add_up: Callable[[Tensor], Any] | None = None  # sums a tensor over all shards in place; None: a whole vocabulary
 
     @classmethod
     def of(cls, columns: Tensor, mean_z: Tensor | None, o: Options) -> Rule:
@@ -76,22 +73,9 @@ class Rule:
         """This rule, but it keeps everything if exact, () bool, is true."""
         return replace(self, eps=torch.where(exact, 0.0, self.eps))
 
-    def shard(self, first: int, size: int, add_up: Callable[[Tensor], Any] | None = None) -> Rule:
-        """The rule for a shard of the vocabulary: `size` columns from `first` on.
-
-        add_up: sums a tensor (N,) over all shards in place.
-        """
-        rank = None if self.rank is None else self.rank[first : first + size]
-        return replace(self, rank=rank, first=first, add_up=add_up)
-
     def drops_more(self, dropped: Tensor, most: float) -> Tensor:
-        """Whether any row with a target drops more mass than `most`, () bool.
-
-        dropped: (N,), the mass that each row drops in this shard; overwritten by the sum over shards.
-        """
+        """Whether any row with a target drops more mass than `most`, () bool. dropped: (N,), the mass of each row."""
         assert self.counts is not None
-        if self.add_up is not None:
-            self.add_up(dropped)
         return ((dropped > most) & self.counts).any()
 
     def keeps(self, p: Tensor, entries: Tensor) -> Tensor:
@@ -100,10 +84,7 @@ class Rule:
         return kept if self.rank is None else kept | (self.rank[entries] < self.n_head)[None, :]
 
     def weights_e(self, p: Tensor, entries: Tensor, dim: int, vocab: int) -> Tensor:
-        """What replaces p (N, W) of the columns `entries` (W,) in the gradient of e (N, dim), except at targets.
-
-        vocab: columns of this shard.
-        """
+        """What replaces p (N, W) of the columns `entries` (W,) in the gradient of e (N, dim), except at targets."""
         times = torch.zeros(-(-p.shape[0] // block_rows(dim)), vocab, dtype=p.dtype, device=p.device)
         if self.seed is not None:
             nowhere = torch.full((p.shape[0],), -1, device=p.device)
@@ -126,7 +107,7 @@ class Rule:
     def sample(self, columns: Tensor, dim: int, vocab: int) -> Sample:
         """The columns drawn for the gradient of e (N, dim), and the rows drawn for the gradient of c.
 
-        columns: (N,) int64, each row's target column. vocab: columns of this shard.
+        columns: (N,) int64, each row's target column.
         """
         assert self.seed is not None
         blocks = -(-columns.shape[0] // block_rows(dim))
@@ -135,23 +116,18 @@ class Rule:
         n_likely = 0 if self.likely is None else self.likely.shape[0]
         target = columns.clamp(min=0)
 
-        first_group = self.first // COLUMN_GROUP
-        drawn = _draws(seeds, first_group, -(-(self.first + vocab) // COLUMN_GROUP), COLUMN_GROUP) - self.first
-        is_one = (drawn >= 0) & (drawn < vocab)
-        drawn = drawn.clamp(0, vocab - 1)
+        drawn = _draws(seeds, -(-vocab // COLUMN_GROUP), COLUMN_GROUP)
+        is_one, drawn, group = drawn < vocab, drawn.clamp(max=vocab - 1), target // COLUMN_GROUP
         if self.rank is not None:
             is_one &= self.rank[drawn] >= n_likely
         times = is_one.float() * COLUMN_GROUP
-        group = ((self.first + target) // COLUMN_GROUP - first_group).clamp(max=drawn.shape[1] - 1)
         if self.likely is not None and self.rank is not None and n_likely > self.n_head:
-            places = self.n_head + _draws(seeds, 0, -(-(n_likely - self.n_head) // LIKELY_GROUP), LIKELY_GROUP)
-            some = self.likely[places.clamp(max=n_likely - 1)] - self.first
-            is_one = (places < n_likely) & (some >= 0) & (some < vocab)
+            places = self.n_head + _draws(seeds, -(-(n_likely - self.n_head) // LIKELY_GROUP), LIKELY_GROUP)
             rank = self.rank[target]
             place = drawn.shape[1] + (rank - self.n_head).clamp(min=0) // LIKELY_GROUP
             group = torch.where((rank >= self.n_head) & (rank < n_likely), place.long(), group)
-            drawn = torch.cat([drawn, some.clamp(0, vocab - 1)], dim=1)
-            times = torch.cat([times, is_one.float() * LIKELY_GROUP], dim=1)
+            drawn = torch.cat([drawn, self.likely[places.clamp(max=n_likely - 1)]], dim=1)
+            times = torch.cat([times, (places < n_likely).float() * LIKELY_GROUP], dim=1)
         place = torch.where((columns >= 0) & (drawn[block, group] == columns), group, -1)
         return Sample(drawn, times, place, *draw_rows(self.seed, columns.shape[0]))
 
@@ -160,8 +136,8 @@ class Sample(NamedTuple):
     """The columns and rows drawn, and how many times each one counts."""
 
     columns: Tensor  # (blocks of rows, groups) int64, the columns drawn for each block of rows
-    # (blocks of rows, groups) fp32, the size of the drawn column's group; 0 for a draw outside of the vocabulary or
-    # shard, and for a likely column drawn from the groups of all columns
+    # (blocks of rows, groups) fp32, the size of the drawn column's group; 0 for a draw outside of the vocabulary, and
+    # for a likely column drawn from the groups of all columns
     times: Tensor
     place: Tensor  # (N,) int64, the index of a row's target among its block's drawn columns, or -1
     rows: Tensor  # (groups of rows,) int64, the rows drawn
@@ -233,17 +209,14 @@ def block_rows(dim: int) -> int:
 
 def draw_rows(seed: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """The row drawn from each group of neighbouring rows, and its group's size: `Sample.rows` and `.row_times`."""
-    rows = _draws(_mixed(seed), 0, -(-n_rows // ROW_GROUP), ROW_GROUP)
+    rows = _draws(_mixed(seed), -(-n_rows // ROW_GROUP), ROW_GROUP)
     return rows.clamp(max=n_rows - 1), (rows < n_rows).float() * ROW_GROUP
 
 
-def _draws(seeds: Tensor, first: int, end: int, size: int) -> Tensor:
-    """One draw from each group of `size` numbers, for the groups `first` to `end`: (..., end − first) int64.
-
-    seeds: () or (..., 1) int64.
-    """
-    groups = torch.arange(first, end, device=seeds.device)
-    return groups * size + _mixed(seeds ^ groups * HASH_ODD) % size
+def _draws(seeds: Tensor, groups: int, size: int) -> Tensor:
+    """One draw from each group of `size` numbers, (..., groups) int64. seeds: () or (..., 1) int64."""
+    group = torch.arange(groups, device=seeds.device)
+    return group * size + _mixed(seeds ^ group * HASH_ODD) % size
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -258,24 +231,20 @@ def _mixed(x: Tensor) -> Tensor:
 class FilterStats:
     """Statistics of what one backward pass kept and dropped. Nothing waits for the device.
 
-    `values` (5,) fp32 holds the figures of NAMES, over the rows whose loss has a gradient; NaN until backward has run:
+    They are a tensor (5,) fp32 with the figures of NAMES, over the rows whose loss has a gradient; NaN until backward
+    has run:
       entries_kept: share of the rows' entries that were kept.
       dropped_mass_mean, dropped_mass_p99, dropped_mass_max: softmax mass of a row's entries that were not kept. (The
         unbiased rule estimates their part of the gradients.)
       exact: 1 if nothing was filtered, else 0: without filter_eps, where filter_if_faster left the filter out, or where
         filter_mass did.
-
-    vocab: columns of the whole vocabulary. add_up: sums a tensor in place over the ranks that hold its shards.
     """
 
     NAMES = ("entries_kept", "dropped_mass_mean", "dropped_mass_p99", "dropped_mass_max", "exact")
 
-    def __init__(self, values: Tensor, vocab: int, add_up: Callable[[Tensor], Any] | None = None) -> None:
-        self.values, self._vocab, self._add_up = values, vocab, add_up
-
     @classmethod
     def empty(cls, device: torch.device) -> Tensor:
-        """Memory for `values`."""
+        """Memory for them."""
         return torch.empty(len(cls.NAMES), dtype=torch.float32, device=device)
 
     @classmethod
@@ -286,7 +255,10 @@ class FilterStats:
         """
         return dict(zip(cls.NAMES, values.fill_(torch.nan).unbind(), strict=True))
 
-    def write(self, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor) -> None:
+    @classmethod
+    def write(
+        cls, values: Tensor, vocab: int, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor
+    ) -> None:
         """Fill in the report.
 
         Args:
@@ -294,19 +266,16 @@ class FilterStats:
             exact: () bool or int32, whether filter_mass made the call exact; None if there was no filter.
             counts: (N,) fp32, not 0 for rows that count.
         """
-        if self._add_up is not None:
-            self._add_up(kept)
-            self._add_up(dropped)
         exact = torch.ones((), dtype=torch.bool, device=kept.device) if exact is None else exact != 0
-        kept, dropped = torch.where(exact, self._vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
+        kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
         counted = counts != 0
         n_rows = counted.sum().clamp(min=1)
         mass = torch.where(counted, dropped, 0)
         in_order = mass.sort().values
         at = (mass.shape[0] - 1 - (n_rows - 1) // 100).reshape(1)
-        shares = torch.where(counted, kept, 0).sum(dtype=torch.float64) / self._vocab, mass.sum(dtype=torch.float64)
+        shares = torch.where(counted, kept, 0).sum(dtype=torch.float64) / vocab, mass.sum(dtype=torch.float64)
         figures = shares[0] / n_rows, shares[1] / n_rows, in_order.index_select(0, at)[0], in_order[-1], exact
-        self.values.copy_(torch.stack([x.float().reshape(()) for x in figures]))
+        values.copy_(torch.stack([x.float().reshape(()) for x in figures]))
 
     @classmethod
     def write_exact(cls, values: Tensor) -> None:

@@ -93,10 +93,9 @@ def vocabulary_parallel_linear_cross_entropy(
             training run but the first. Each rank then checks alone, and the host waits for no other rank. A rank that
             calls differently all the same leaves the others waiting. Upstream gradients that differ where they must be
             the same make the gradients NaN.
-        options: softcap, logit_scale, label_smoothing, z_loss, filter_eps, filter_unbiased, filter_mass, filter_e,
-            filter_c, filter_if_faster, accumulate and workspace_mib, as in `linear_cross_entropy`. The filter's mass
-            and statistics are those of the whole vocabulary. With filter_if_faster every call is exact, because a
-            filter over shards recomputes the logits.
+        options: softcap, logit_scale, label_smoothing, z_loss, accumulate and workspace_mib, as in
+            `linear_cross_entropy`. Over shards a filter is never faster. So a call with filter_if_faster is exact, and
+            another filter is refused.
 
     The other arguments, and what is returned, are those of `linear_cross_entropy`.
 

@@ -92,16 +92,12 @@ class Spread:
         return self.shards[self.rank]
 
     @property
-    def first(self) -> int:
-        return sum(self.shards[: self.rank])
-
-    @property
     def vocab(self) -> int:
         return sum(self.shards)
 
     def columns(self, columns: Tensor) -> Tensor:
         """Target columns (N,) as columns of this rank's shard; IGNORED where the shard does not hold the target."""
-        here = columns - self.first
+        here = columns - sum(self.shards[: self.rank])
         return torch.where((here >= 0) & (here < self.size), here, IGNORED)
 
     def owners(self, columns: Tensor) -> Tensor:
@@ -117,11 +113,6 @@ class Spread:
         out = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
         all_gather(out, x.contiguous(), self.group).wait()
         return out
-
-    def entries(self, x: Tensor) -> Tensor:
-        """Every rank's x (size,), a number for each column of its shard, as (vocab,)."""
-        parts = self.all_gather(pad(x, (0, max(self.shards) - len(x)))).chunk(self.ranks)
-        return torch.cat([part[:size] for part, size in zip(parts, self.shards, strict=True)])
 
     def mine(self, x: Tensor) -> Tensor:
         """This rank's rows of x (N, ...), which has all ranks' rows."""

@@ -7,7 +7,7 @@ all-reduce takes twice that. Scalars and FSDP's padding are left out.
 from linrnn.config.schema import FsdpConfig, LossConfig, MuonConfig, OptimizerConfig, ParallelConfig, VocabConfig
 from linrnn.costs.memory import gathered_bytes
 from linrnn.losses.base import BF16, FP32
-from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme, filters, over_shards
+from linrnn.losses.cce import CceKahanLossConfig, cce_scheme, over_shards
 from linrnn.models.architecture import Architecture
 
 ID = 8  # bytes of a token id or label
@@ -79,9 +79,6 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     * Always: labels, hidden states (`compute` bytes an element) and their gradients in fp32. Two numbers per rank and
       token. (The ranks describe their arguments in the first step only, which is not counted.)
     * If logits are recomputed: a third number per rank and token, and the gradient of every token's loss.
-    * With a filter: sums over ranks of what was kept and dropped for every token, and of the mass compared with
-      `filter_mass`.
-    * With the unbiased rule: the logits of the mean hidden state, by which all entries are ranked.
     """
     if loss.name not in ("cce_kahan", "cce_filter"):
         return None
@@ -91,12 +88,7 @@ def vocabulary_loss_bytes(loss: LossConfig, tokens: int, d: int, vocab: int, com
     shard = -(-vocab // ranks)
     if cce_scheme(loss, tokens, d, shard, compute).rows:
         return sent
-    sent += (ranks - 1) * tokens * FP32
-    sums = logits = 0
-    if isinstance(loss, CceFilterLossConfig):
-        sums = 3 if loss.filter_mass else 2
-        logits = shard * ranks if loss.filter_unbiased and filters(loss) else 0
-    return sent + _gathered((tokens + logits) * FP32, ranks) + sums * _reduced_on_all(tokens * FP32, ranks)
+    return sent + (ranks - 1) * tokens * FP32 + _gathered(tokens * FP32, ranks)
 
 
 def _gathered(size: int, ranks: int) -> int:

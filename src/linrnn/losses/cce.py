@@ -95,10 +95,8 @@ def filters(loss: CceKahanLossConfig) -> bool:
 
 
 def over_shards(loss: LossConfig) -> LossConfig:
-    """`loss` as the kernels compute it if ranks share the vocabulary. A filter over shards is never faster."""
-    if isinstance(loss, CceFilterLossConfig) and loss.filter_if_faster:
-        return replace(loss, filter_mass=0.0)
-    return loss
+    """`loss` as the kernels compute it if ranks share the vocabulary: exactly."""
+    return replace(loss, filter_mass=0.0) if isinstance(loss, CceFilterLossConfig) else loss
 
 
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
@@ -274,8 +272,8 @@ class CceFilter(CceKahan):
         if not filters(config) or not config.filter_if_faster:
             return None
         if self._spread:
-            why = "the ranks share the vocabulary, and a filter over shards is never faster"
-        elif without_kernels(self.device):
+            return "loss=cce_filter computes every step exactly: the ranks share the vocabulary"
+        if without_kernels(self.device):
             why = f"{self.device.type} has no kernels, and without them a filter is never faster"
         else:
             sizes = n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors

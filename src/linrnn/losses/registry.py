@@ -82,6 +82,11 @@ def check_vocabulary_parallel(config: LossConfig) -> None:
     """Raise an UnsupportedError for a loss that needs all rows of the head on one rank."""
     why = "needs the whole head on every rank, and parallel=vocab spreads its rows over them"
     _require("vocabulary_parallel", config, why, "parallel=fsdp")
+    if not getattr(config, "filter_if_faster", True) and getattr(config, "filter_mass", None) != 0:
+        raise UnsupportedError(
+            f"loss={config.name} loss.filter_if_faster=false: parallel=vocab has no filter",
+            "leave loss.filter_if_faster out (every step is exact then), or use parallel=fsdp",
+        )
 
 
 def check_capturable(config: LossConfig) -> None:

@@ -23,7 +23,7 @@ ON_GPUS = (
     "stored_weights-bf16-same", "stored_weights-bf16-own", "stored_bias-bf16-same", "stored_bias-bf16-own",
     "stored_several-bf16-same", "stored_several-bf16-own", "several-bfloat16-own",
 )  # fmt: skip
-INTERPRETED = (*ON_GPUS, "exact-fp32-same")
+INTERPRETED = (*ON_GPUS, "if_faster-fp32-same")
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,7 @@ def test_what_does_not_fit_together_is_refused(alone):
         ({"rows": "some"}, "rows: must be one of same, own"),
         ({"preset": "cce_filter", "filter_eps": 0.1}, "filter_eps: comes from preset"),
         ({"softcap": -1.0}, "softcap: must be positive"),
+        ({"preset": "paper/cce"}, "filter_eps: cannot combine with a vocabulary over several ranks; give preset="),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             call(**options)
