@@ -352,7 +352,7 @@ def test_a_filter_is_foreseen_as_what_it_does():
             arch, 8, 2048, loss, "none", vocabulary_ranks=ranks
         )
 
-    assert of_ranks(IF_FASTER, 4) == of_ranks(KAHAN, 4) != of_ranks(FILTER, 4)
+    assert of_ranks(IF_FASTER, 4) == of_ranks(KAHAN, 4)
     assert of_ranks(IF_FASTER, 1) == of_ranks(FILTER, 1) != of_ranks(KAHAN, 1)
 
 
