@@ -182,7 +182,9 @@ def backward(
                     grad_c[chunk] = part.to(grad_c.dtype)
             if grad_bias is not None and for_c:
                 grad_bias[chunk] = dz.sum(dim=0).to(grad_bias.dtype)
-    if stats is not None:
+    if stats is not None and exact is None:
+        FilterStats.write_exact(stats)
+    elif stats is not None and exact is not None:
         FilterStats.write(stats, vocab, kept, dropped, exact, b)
     return None if sum_e is None else sum_e.result(), grad_c, grad_bias
 

@@ -23,8 +23,8 @@ def backward(
 
     stats: takes the filter's statistics (`FilterStats`), or None. entropy, added: as for `four_products.gradients`.
     """
-    e, c, bias, columns, lse, *_ = x
-    filtering = kept = dropped = exact = None
+    e, c, bias, columns, *_ = x
+    filtering = None
     need_c = dtypes[1] is not None or dtypes[2] is not None or main_grad_c is not None
     if o.filters(dtypes[0] is not None, need_c):
         rule = Rule.of(columns, mean_logits(e, c, bias, columns, o), o)
@@ -34,12 +34,14 @@ def backward(
         kept, dropped = parts(e)
         filtering = Filter(rule.exact_if(exact), kept, dropped)
     grads = gradients(x, width, o, dtypes, main_grad_c, filtering, entropy=entropy, added=added)
-    if filtering is not None and filtering.rule.seed is not None:
+    if filtering is None:
+        if stats is not None:
+            FilterStats.write_exact(stats)
+        return grads
+    if filtering.rule.seed is not None:
         grad_c = grads[1] if main_grad_c is None else main_grad_c
         sample = filtering.rule.sample(columns, e.shape[1], c.shape[0])
         add_estimates(x, filtering.rule, sample, o, (grads[0], grad_c, grads[2]), room(o))
     if stats is not None:
-        if kept is None or dropped is None:
-            kept = dropped = torch.zeros_like(lse)[None]
         FilterStats.write(stats, c.shape[0], kept.sum(dim=0), dropped.sum(dim=0), exact, x.b)
     return grads

@@ -256,17 +256,15 @@ class FilterStats:
         return dict(zip(cls.NAMES, values.fill_(torch.nan).unbind(), strict=True))
 
     @classmethod
-    def write(
-        cls, values: Tensor, vocab: int, kept: Tensor, dropped: Tensor, exact: Tensor | None, counts: Tensor
-    ) -> None:
-        """Fill in the report.
+    def write(cls, values: Tensor, vocab: int, kept: Tensor, dropped: Tensor, exact: Tensor, counts: Tensor) -> None:
+        """Fill in the report of a filtered call.
 
         Args:
             kept, dropped: (N,) fp32, each row's number of entries kept, and softmax mass dropped.
-            exact: () bool or int32, whether filter_mass made the call exact; None if there was no filter.
+            exact: () bool or int32, whether filter_mass made the call exact.
             counts: (N,) fp32, not 0 for rows that count.
         """
-        exact = torch.ones((), dtype=torch.bool, device=kept.device) if exact is None else exact != 0
+        exact = exact != 0
         kept, dropped = torch.where(exact, vocab, kept), torch.where(exact, 0, dropped.clamp(min=0))
         counted = counts != 0
         n_rows = counted.sum().clamp(min=1)
