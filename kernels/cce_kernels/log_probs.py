@@ -123,10 +123,9 @@ def predicted_tokens(
     for block, out in zip(rows.split(size), found.split(size), strict=True):
         logits = block @ weight.T
         if bias is not None:
-            torch.argmax(logits.float().mul_(options.logit_scale).add_(bias), dim=-1, out=out)
+            logits = logits.float().mul_(options.logit_scale).add_(bias)
         elif options.logit_scale < 0:
-            torch.argmin(logits, dim=-1, out=out)
-        else:
-            torch.argmax(logits, dim=-1, out=out)
+            logits.neg_()
+        torch.argmax(logits, dim=-1, out=out)
         del logits  # before the next block's
     return found.view(shape)

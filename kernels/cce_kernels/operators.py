@@ -227,7 +227,7 @@ def _backward(
     e, c = restored("e", x.e, saved.e, call.dtype), restored("c", x.c, saved.c, call.dtype)
     refuse_given_back(e=e, c=c, main_grad_c=x.main_grad_c)
     backend, o, place = backend_of(e), plan.options(call.options), call.place
-    spread = None if place is None else Spread.of(place).by_chunks(plan.rows)
+    spread = None if place is None else Spread.of(place, plan.rows)
     with kernels_on(e):
         grad_rows = up.loss
         if grad_rows is None:

@@ -20,21 +20,14 @@ from ..huggingface.patch import patch
 
 @dataclass(frozen=True)
 class Profile:
-    """What `profile` measured, of each pass: now, as the model stands; ours, with this package's loss; decoder, alone.
+    """What `profile` measured of each pass: now, as the model stands; ours, with this package's loss; decoder alone."""
 
-    Attributes:
-        setting: model, device, dtype, tokens and rounds, in words.
-        switch: the line that switches the model to this package's loss.
-        rounds: by round, the time of each pass in ms. ms: their medians.
-        gib: the peak of all that is allocated, None on a CPU. nats: the loss.
-    """
-
-    setting: str
-    switch: str
-    rounds: list[dict[str, float]]
-    ms: dict[str, float]
-    gib: dict[str, float | None]
-    nats: dict[str, float]
+    setting: str  # model, device, dtype, tokens and rounds, in words
+    switch: str  # the line that switches the model to this package's loss
+    rounds: list[dict[str, float]]  # by round, the time of each pass in ms
+    ms: dict[str, float]  # their medians
+    gib: dict[str, float | None]  # the peak of all that is allocated, None on a CPU
+    nats: dict[str, float]  # the loss
 
     @property
     def share_of_step(self) -> dict[str, float]:

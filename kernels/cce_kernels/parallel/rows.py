@@ -27,7 +27,7 @@ class AllRows:
         """rows: those of a chunk of three products; 0 for four products, which read all rows at once."""
         assert call.place is not None
         backend, dtype = backend_of(x.e), call.dtype
-        self.spread = spread = Spread.of(call.place).by_chunks(rows)
+        self.spread = spread = Spread.of(call.place, rows)
         self.columns = backend.target_columns(Gathered(spread, x.targets).all(), call.ignore_index, spread.vocab)
         self.here = spread.columns(self.columns)
         gathered = Gathered(spread, x.e.to(dtype))

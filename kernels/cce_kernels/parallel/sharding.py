@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,33 +55,26 @@ def chunk_rows(rows: int, ranks: int, own: bool) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """The layout of C and E over the ranks of a group, seen from one rank: a `Place`, with the group's name and this
-    rank.
-
-    chunk: rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, and in
-    order
-        of rank within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
-    """
+    """The layout of C and E over the ranks of a group, seen from one rank: a `Place` with the group's name and rank."""
 
     name: str
     rank: int
     shards: tuple[int, ...]
     own: bool
     agreed: bool = False
+    # Rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, in order of rank
+    # within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
     chunk: int = 0
 
     @classmethod
-    def of(cls, place: Place) -> Spread:
-        """The layout of a call, seen from this rank."""
-        return cls(place.group, process_group(place.group).rank(), *place[1:])
+    def of(cls, place: Place, rows: int) -> Spread:
+        """The layout of a call, seen from this rank, with chunks of `chunk_rows(rows, …)` rows."""
+        chunk = chunk_rows(rows, len(place.shards), place.own)
+        return cls(place.group, process_group(place.group).rank(), *place[1:], chunk)
 
     @property
     def group(self) -> dist.ProcessGroup:
         return process_group(self.name)
-
-    def by_chunks(self, rows: int) -> Spread:
-        """This layout with chunks of `chunk_rows(rows, …)` rows."""
-        return replace(self, chunk=chunk_rows(rows, self.ranks, self.own))
 
     @property
     def ranks(self) -> int:

@@ -45,22 +45,19 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Row:
-    """Tiles of each kernel for 16-bit operands. Every kernel holds its tile in fp32 registers.
+    """Tiles of each kernel for 16-bit operands. Every kernel holds its tile in fp32 registers."""
 
-    product: plain products (triton/matmul.py). A narrow output narrows the tile. A transposed product turns the tile
-        upright, 256 × 128, if fewer of its columns then lie beyond the output (tiles.transposed_tiles).
-    shallow: transposed products that sum few rows. Two programs share a multiprocessor, so that one computes while the
-        other stores its tile.
-    short_logits, logits: exponentials (triton/logits.py) for D up to 1024, and for larger D. The store stages half a
-        tile in shared memory, and the running sums of a row take registers.
-    gradient: dL/dz (triton/logit_gradient.py). The store stages half a tile in shared memory.
-    """
-
+    # Plain products (triton/matmul.py). A narrow output narrows the tile. A transposed product turns it upright,
+    # 256 × 128, if fewer of its columns then lie beyond the output (tiles.transposed_tiles).
     product: Tiles
+    # Transposed products that sum few rows. Two programs share a multiprocessor, so that one computes while the other
+    # stores its tile.
     shallow: Tiles
+    # Exponentials (triton/logits.py) for D up to 1024, and for larger D. The store stages half a tile in shared memory,
+    # and the running sums of a row take registers.
     short_logits: Tiles
     logits: Tiles
-    gradient: Tiles
+    gradient: Tiles  # dL/dz (triton/logit_gradient.py). The store stages half a tile in shared memory
 
 
 # 128 × 256 × 64 with two warpgroups keeps Hopper's tensor cores busy. A thread has 128 accumulator registers. A stage
