@@ -62,7 +62,7 @@ class Spread:
     shards: tuple[int, ...]
     own: bool
     agreed: bool = False
-    # Rows of a chunk; 0 for one chunk of all rows. With rows="own" the gathered rows lie chunk by chunk, in order of rank
+    # Rows of a chunk; 0 for one chunk of all rows. With rows="own" gathered rows lie chunk by chunk, in order of rank
     # within a chunk. So one chunk can be gathered, and its gradient reduced and scattered, by itself.
     chunk: int = 0
 
