@@ -19,16 +19,7 @@ from torch import Tensor
 from ..options import Options
 from ..runtime.launch import quick
 from ..runtime.tiles import cdiv
-from .rule import (
-    COLUMN_GROUP,
-    HASH_ODD,
-    HASH_ROUND,
-    LIKELY_GROUP,
-    ROW_GROUP,
-    Sample,
-    block_rows,
-    fp32_logit_scale,
-)
+from .rule import COLUMN_GROUP, HASH_ODD, HASH_ROUND, LIKELY_GROUP, ROW_GROUP, Sample, block_rows, fp32_logit_scale
 
 _ODD, _ROUND = tl.constexpr(HASH_ODD - 2**32), tl.constexpr(HASH_ROUND)  # as signed 32-bit numbers
 BLOCK = 1024

@@ -39,16 +39,7 @@ from ..options import Options
 from ..planner import most_splits
 from ..row_math import IGNORED, OUTSIDE
 from ..runtime.launch import Descriptor, quick
-from ..runtime.tiles import (
-    GROUP,
-    by_eights,
-    cdiv,
-    grouped,
-    hopper_tiles,
-    in_eights,
-    logits_tiles,
-    multiprocessors,
-)
+from ..runtime.tiles import GROUP, by_eights, cdiv, grouped, hopper_tiles, in_eights, logits_tiles, multiprocessors
 from . import hopper
 from .epilogues import SKIPPED, exponentials_of, softcapped
 from .targets.live_rows import ALL, Live, gather

@@ -7,10 +7,7 @@ from cases import BF16, Case, draw, error, gradients
 from cce_kernels import PRESETS, linear_cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 MIB = 2**20
 ALWAYS = PRESETS["cce_filter"] | {"filter_if_faster": False}

@@ -29,7 +29,7 @@ CLASSES = [
     *("GPTNeoX", "OPT", "Bloom", "Falcon"),  # decoders and heads of other names
 ]
 CLASSES_OF_FLA = [
-    *("DeltaNet", "GLA", "GSA", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "KDA", "RWKV6", "RetNet", "Transformer"),
+    *("DeltaNet", "GLA", "GSA", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "KDA", "RWKV6", "RetNet", "Transformer")
 ]
 
 

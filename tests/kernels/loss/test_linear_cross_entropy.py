@@ -170,11 +170,7 @@ def test_a_workspace_too_small_can_be_pickled():
 
 def test_the_workspace_bounds_what_the_passes_allocate(monkeypatch):
     """No tensor of either pass exceeds the workspace. The logits would be eight times as large."""
-    workspace_mib, e, c = (
-        2,
-        torch.randn(512, 32, requires_grad=True),
-        torch.randn(8192, 32, requires_grad=True),
-    )
+    workspace_mib, e, c = (2, torch.randn(512, 32, requires_grad=True), torch.randn(8192, 32, requires_grad=True))
     targets, largest = torch.randint(0, 8192, (512,)), 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
