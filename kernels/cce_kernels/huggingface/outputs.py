@@ -66,18 +66,10 @@ def _without_logits(kind: Any) -> Any:
             raise KeyError(f"{key}: take items by name; {NO_LOGITS}")
         return model_output.__getitem__(self, key)
 
-    def reduced(self: Any) -> Any:
-        return _restored, (kind, {name.name: getattr(self, name.name) for name in fields(self)})
-
     names = ["predictions" if x.name == "logits" else x.name for x in fields(kind)]
     return make_dataclass(
         f"{kind.__name__}WithoutLogits",
         [(name, Any, field(default=None)) for name in names],
         bases=(model_output,),
-        namespace={"__getattr__": no_attribute, "__getitem__": item, "__reduce__": reduced, "__module__": __name__},
+        namespace={"__getattr__": no_attribute, "__getitem__": item, "__module__": __name__},
     )
-
-
-def _restored(kind: Any, values: dict[str, Any]) -> Any:
-    """An output from its pickle. Its class exists in a process only once a patched model, or this, has made it."""
-    return output_class(kind)(**values)
