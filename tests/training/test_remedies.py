@@ -163,6 +163,7 @@ RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
     [
         (["parallel=fsdp", "trainer.compile=model"], "makes one graph of all blocks", 1),
         (["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
+        (["parallel=vocab", "loss=cce_filter", "loss.filter_if_faster=false"], "parallel=vocab has no filter", 2),
         (["parallel=none"], "a launcher started 2 processes", 1),
     ],
 )

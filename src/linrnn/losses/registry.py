@@ -85,7 +85,7 @@ def check_vocabulary_parallel(config: LossConfig) -> None:
     if not getattr(config, "filter_if_faster", True) and getattr(config, "filter_mass", None) != 0:
         raise UnsupportedError(
             f"loss={config.name} loss.filter_if_faster=false: parallel=vocab has no filter",
-            "leave loss.filter_if_faster out (every step is exact then), or use parallel=fsdp",
+            "use loss.filter_if_faster=true (every step is exact then), or parallel=fsdp",
         )
 
 
