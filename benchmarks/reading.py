@@ -38,7 +38,7 @@ class Reading:
     @property
     def step(self) -> int:
         """Optimizer steps behind the checkpoint."""
-        return checkpoint.read_state(self.directory)["step"]
+        return checkpoint.read_progress(self.directory).step
 
     @property
     def vocab_size(self) -> int:

@@ -20,7 +20,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, DivergedError
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import TENSORS, found
+from linrnn.training.checkpoint import found
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.trainer import Trainer
 
@@ -40,7 +40,7 @@ def curve(directory: Path) -> list[tuple[int, float, float]]:
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     """Bytes of every tensor; their order in a file may differ."""
-    [file] = (checkpoint / TENSORS).iterdir()
+    [file] = checkpoint.glob("*.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
 
 
@@ -197,7 +197,7 @@ def test_never_moves_the_old_run_aside_and_must_needs_one(small, tmp_path):
 
 def damage(checkpoint: Path) -> None:
     """Flip the last bit of a checkpoint's tensors."""
-    [tensors] = (checkpoint / TENSORS).iterdir()
+    [tensors] = checkpoint.glob("*.safetensors")
     content = tensors.read_bytes()
     tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from linrnn.config import load_config
+from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
-from linrnn.training.checkpoint import checksums, found, read_state, write_state
+from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -108,14 +109,13 @@ def test_weights_of_another_model_are_refused_before_a_model_is_built_and_the_wa
 def test_a_checkpoint_with_nan_is_refused_on_loading(small, tmp_path):
     copy = shutil.copytree(fitted(small()).directory.path, tmp_path / "copy")
     checkpoint = found(copy / "checkpoints")[-1]
-    [file] = (checkpoint / "tensors").glob("*.safetensors")
+    [file] = checkpoint.glob("*.safetensors")
     tensors, name = load_file(file), "model.norm.weight"
     tensors[name][0] = torch.nan
     with safe_open(file, framework="pt") as before:
         metadata = before.metadata()
     save_file(tensors, file, metadata)
-    state = read_state(checkpoint)
-    write_state(checkpoint, {**state, "sha256": checksums(checkpoint, state["sha256"])})
+    write_checksums(checkpoint)
     with pytest.raises(DataError, match=rf"init_from={copy}: {name} holds NaN"):
         Trainer(load_config(small(f"init_from={copy}", "group=other"))).fit()
 

@@ -1,4 +1,4 @@
-"""Checksums of files. An exported model has them in the format of `sha256sum`, and loading it checks them."""
+"""Checksums of files. Checkpoints and exported models have them in the format of `sha256sum`; loading checks them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -25,26 +25,33 @@ def sha256_of_all(files: Iterable[Path]) -> list[str]:
 
 def write_checksums(directory: Path) -> None:
     """Write SHA256SUMS, which holds a checksum for every file of a directory."""
-    lines = [f"{sha256(path)}  {path.name}\n" for path in sorted(directory.iterdir())]
+    files = sorted(path for path in directory.iterdir() if path.name != CHECKSUMS)
+    lines = [f"{checksum}  {file.name}\n" for checksum, file in zip(sha256_of_all(files), files, strict=True)]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
-def check_checksums(directory: Path) -> None:
+def check_checksums(directory: Path) -> set[str]:
     """Compare the files of a directory with SHA256SUMS. A directory without SHA256SUMS passes the check.
+
+    Returns:
+        the names that SHA256SUMS lists.
 
     Raises:
         DataError: a file is missing or has changed, or SHA256SUMS cannot be read.
     """
     record = directory / CHECKSUMS
     if not record.is_file():
-        return
+        return set()
     try:
-        for line in record.read_text(encoding="utf-8").splitlines():
-            checksum, _, name = line.partition("  ")
+        lines = (line.partition("  ") for line in record.read_text(encoding="utf-8").splitlines())
+        listed = {name: checksum for checksum, _, name in lines}
+        for name in listed:
             if not (directory / name).is_file():
                 raise DataError(f"{directory / name} is missing", "export the model again")
-            if sha256(directory / name) != checksum:
+        for name, checksum in zip(listed, sha256_of_all(directory / name for name in listed), strict=True):
+            if checksum != listed[name]:
                 remedy = f"export the model again, or delete {CHECKSUMS} if the file was changed on purpose"
                 raise DataError(f"{directory / name} does not match its checksum", remedy)
     except (OSError, ValueError) as error:
         raise DataError(f"{record} cannot be checked ({error})", "export the model again") from error
+    return set(listed)

@@ -2,17 +2,17 @@
 
 `checkpoints/step_00000200/` holds
 
-    tensors/*.safetensors  parameters under the Hugging Face names of FLA's model; the optimizer's state as
-                           `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face
-                           format: names, shapes and offsets in the headers, no pickled .metadata
-    config.yaml            the run's configuration, so that a checkpoint explains itself
-    state.json             a Progress, the states of torch's generators, sha256 of all files above and of itself
+    *.safetensors  parameters under the Hugging Face names of FLA's model; the optimizer's state as
+                   `<parameter>/exp_avg` …; each rank's part in torch.distributed.checkpoint's Hugging Face format:
+                   names, shapes and offsets in the headers, no pickled .metadata
+    config.yaml    the run's configuration, so that a checkpoint explains itself
+    state.json     a Progress, and the states of torch's generators
+    SHA256SUMS     checksums of all files above (sha256sum -c SHA256SUMS)
 
 Any number of ranks can read it, with any sharding: each reads its own part, alone.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -21,9 +21,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +34,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from linrnn.config.schema import TrainerConfig
-from linrnn.core.checksums import sha256
+from linrnn.core.checksums import CHECKSUMS, check_checksums, write_checksums
 from linrnn.core.errors import ConfigError, DataError, StorageError, first_line
+from linrnn.core.files import read_object
 from linrnn.core.machine import size_in_words
 from linrnn.core.output import say
 
-TENSORS, STATE, CONFIG = "tensors", "state.json", "config.yaml"
+STATE, CONFIG = "state.json", "config.yaml"
 PREFIX, PARTIAL = "step_", ".partial"
-HASHING_THREADS = 4
 FILE_BYTES = 2 << 30  # a file is assembled in memory, so its size is limited
 Tensors = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -163,18 +161,12 @@ class Checkpointer:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
         partial = target.with_name(target.name + PARTIAL)
         try:
-            write(tensors, partial / TENSORS, self._group)
-            own = partial.glob(f"{TENSORS}/shard-{self._rank + 1:05d}-*")
-            for those in self._of_all(checksums(partial, [str(path.relative_to(partial)) for path in own])):
-                state.setdefault("sha256", {}).update(those)
-            error = None
-            try:
-                if self._rank == 0:
-                    self._publish(target, partial, state, config_yaml)
-            except OSError as problem:
-                error = problem
-            for failure in filter(None, self._of_all(error)):
-                raise failure
+            write(tensors, partial, self._group)
+            failure = [self._published(target, partial, state, config_yaml) if self._rank == 0 else None]
+            if self._group is not None:
+                dist.broadcast_object_list(failure, src=0, group=self._group)
+            if failure[0] is not None:
+                raise failure[0]
         except (OSError, SafetensorError) as problem:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -186,24 +178,21 @@ class Checkpointer:
         except BaseException as problem:  # wait() raises it
             self._error = problem
 
-    def _publish(self, target: Path, partial: Path, state: dict[str, Any], config_yaml: str) -> None:
-        (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
-        state["sha256"] |= checksums(partial, [CONFIG])
-        write_state(partial, state)
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        partial.rename(target)
-        sync(target.parent)
-        for path in found(self._root)[: -self._keep]:
-            shutil.rmtree(path)
-
-    def _of_all(self, value: Any) -> list[Any]:
-        """The value of each rank."""
-        values = [value]
-        if self._group is not None:
-            values = [None] * dist.get_world_size()
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+    def _published(self, target: Path, partial: Path, state: dict[str, Any], config_yaml: str) -> OSError | None:
+        """Write all but the tensors, flush, and give the directory its name. Returns what failed."""
+        try:
+            (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
+            (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
+            write_checksums(partial)
+            for path in (*partial.iterdir(), partial):
+                sync(path)
+            partial.rename(target)
+            sync(target.parent)
+            for path in found(self._root)[: -self._keep]:
+                shutil.rmtree(path)
+        except OSError as problem:
+            return problem
+        return None
 
 
 def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
@@ -256,19 +245,17 @@ def check_room(trainer: TrainerConfig, directory: Path, size: int, *, there: int
     Raises:
         StorageError: the disk has no room for the checkpoints that the run will certainly write.
     """
-    every, minutes, keep = trainer.checkpoint_every, trainer.checkpoint_minutes, trainer.keep_checkpoints
+    every, minutes = trainer.checkpoint_every, trainer.checkpoint_minutes
     if every == 0:
         return None
     free = shutil.disk_usage(directory).free
-    most = keep + 1 - min(there, keep)  # at once: one is complete before the oldest is deleted
+    most = max(trainer.keep_checkpoints - there, 0) + 1  # at once: one is complete before the oldest is deleted
     certain = min(most, math.ceil(steps / (every or max(steps, 1))))
     facts = f"a checkpoint takes {size_in_words(size)}, and {size_in_words(free)} are free in {directory}"
     if certain * size > free:
         remedy = "free space, choose another results_dir, or lower trainer.keep_checkpoints; "
         remedy += "trainer.checkpoint_every=0 writes none"
         raise StorageError(f"the disk has no room for {certain} checkpoint(s): {facts}", remedy)
-    if minutes is not None and most * size > free:
-        facts += f"; warning: too little for the {most} that a long run has at once (trainer.keep_checkpoints={keep})"
     times = [f"every {every} steps"] * bool(every) + [f"every {minutes:g} minutes"] * (minutes is not None)
     return f"checkpoints {', '.join([*times, 'and at the end'])}: {facts}"
 
@@ -337,44 +324,10 @@ def required(key: str, source: str, remedy: str = "name a run's directory or one
 def damaged(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
-        recorded = read_state(path)["sha256"]
+        surplus = {file.name for file in path.iterdir()} - check_checksums(path) - {CHECKSUMS}
     except DataError as error:
         return error.cause
-    if missing := [name for name in recorded if not (path / name).is_file()]:
-        return f"{missing[0]} is missing"
-    there = checksums(path, recorded)
-    if different := [name for name, checksum in recorded.items() if there[name] != checksum]:
-        return f"{different[0]} does not match its checksum"
-    surplus = {str(file.relative_to(path)) for file in (path / TENSORS).glob("*")} - recorded.keys()
-    return f"{min(surplus)} is not one of its files" if surplus else None
-
-
-def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """sha256 of files below `directory`, by name."""
-    names = list(names)
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return dict(zip(names, pool.map(sha256, (directory / name for name in names)), strict=True))
-
-
-def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write `state` with a checksum of itself. `state["sha256"]` has the checksums of all other files."""
-    text = json.dumps(state)
-    (directory / STATE).write_text(json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]), encoding="utf-8")
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """The state that :func:`write_state` wrote.
-
-    Raises:
-        DataError: the file is missing or has changed.
-    """
-    try:
-        checksum, text = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        if hashlib.sha256(text.encode()).hexdigest() != checksum:
-            raise ValueError
-        return json.loads(text)
-    except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        raise DataError(f"{STATE} does not match its checksum", f"name another checkpoint than {directory}") from error
+    return f"{min(surplus)} is not in its {CHECKSUMS}" if surplus else None
 
 
 # ------------------------------------------------------------------------------------------------------------ load
@@ -387,7 +340,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """
     load_model(path, model)
     load_optimizer(path, model, optimizer)
-    for device, state in read_state(path)["generators"].items():
+    for device, state in _read_state(path)["generators"].items():
         there = torch if device == "cpu" else torch.cuda
         if device == "cpu" or torch.cuda.is_initialized():
             there.set_rng_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
@@ -399,8 +352,11 @@ def read_progress(path: Path) -> Progress:
     Raises:
         DataError: the checkpoint cannot be read.
     """
-    state = read_state(path)
-    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
+    return Progress(**{key: value for key, value in _read_state(path).items() if key != "generators"})
+
+
+def _read_state(path: Path) -> Any:
+    return read_object(path / STATE, remedy="name another checkpoint")
 
 
 @torch.no_grad()
@@ -463,7 +419,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
         DataError: a file is missing or is not safetensors.
     """
     try:
-        metadata = dcp.HuggingFaceStorageReader(str(path / TENSORS)).read_metadata().state_dict_metadata
+        metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise _unreadable(path, error) from error
     return {name: tuple(entry.size) for name, entry in metadata.items()}  # type: ignore[union-attr]
@@ -472,7 +428,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def _read(into: Tensors, path: Path) -> None:
     """Fill tensors, or this rank's parts of them, with the values stored under their names in a checkpoint."""
     try:
-        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(path / TENSORS)), no_dist=True)
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
     except CheckpointException as failure:
         raise _unreadable(path, next(iter(failure.failures.values()))[0]) from failure  # type: ignore[arg-type]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
@@ -480,7 +436,7 @@ def _read(into: Tensors, path: Path) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    cause = f"{path / TENSORS} cannot be read as safetensors ({first_line(error)})"
+    cause = f"{path} cannot be read as safetensors ({first_line(error)})"
     return DataError(cause, "name another checkpoint")
 
 
