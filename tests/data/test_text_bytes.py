@@ -57,15 +57,11 @@ def prepared(texts: list[str], tokenizer: Path, tmp_path: Path) -> PreparedData:
     return prepare(text_config(tmp_path / "cache", path, valid_path=path, tokenizer=tokenizer))
 
 
-Known = dict[tuple[int, int, bool], int | None]  # bytes of a part of a document
-
-
-def bytes_of_labels(data: PreparedData, max_tokens: int, reset: bool, known: Known) -> int | None:
+def bytes_of_labels(data: PreparedData, max_tokens: int, reset: bool) -> int | None:
     """Bytes as the tokenizer decodes the labels document by document; None if they end within a character."""
     start, total = 0, 0
     for end in data.valid.document_ends.tolist():
-        part = start, min(end, max_tokens + 1), reset or start == 0
-        found = known[part] = known[part] if part in known else bytes_of_document(data, *part)
+        found = bytes_of_document(data, start, min(end, max_tokens + 1), reset or start == 0)
         if found is None:
             return None
         total += found
@@ -88,13 +84,13 @@ def bytes_of_document(data: PreparedData, start: int, end: int, without_first: b
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_pass_over_any_part_counts_its_labels_bytes(data, reset):
     token_bytes = data.token_bytes(data.valid, pytest.fail)
-    compared, known = 0, Known()
+    compared = 0
     for max_tokens in (*range(1, 150), *range(150, data.valid.n_tokens, 61), data.valid.n_tokens - 1):
         rows = 3 if max_tokens < 150 else 31  # larger batches make long parts quick
         batches = list(
             BatchesOnce(data.valid, 11, rows, max_tokens, reset_at_document=reset, token_bytes=token_bytes)
         )  # fmt: skip
-        expected = bytes_of_labels(data, max_tokens, reset, known)
+        expected = bytes_of_labels(data, max_tokens, reset)
         if expected is not None:
             assert sum(batch.n_bytes or 0 for batch in batches) == expected, max_tokens
             compared += 1
@@ -130,7 +126,7 @@ def test_bits_per_byte_are_of_the_labels_that_were_read(data):
     token_bytes = data.token_bytes(data.valid, pytest.fail)
     batches = BatchesOnce(data.valid, 16, 2, 100, token_bytes=token_bytes)
     found = evaluated(batches, data.vocab_size)
-    n_bytes = bytes_of_labels(data, 100, reset=False, known={})
+    n_bytes = bytes_of_labels(data, 100, reset=False)
     assert n_bytes
     assert found == pytest.approx(100 * math.log2(data.vocab_size) / n_bytes, rel=1e-6)
     by_the_split = math.log2(data.vocab_size) * data.valid.n_tokens / data.valid.n_bytes

@@ -1,15 +1,13 @@
-"""A disk that fills up, and clocks that jump."""
+"""A disk that fills up."""
 
-import itertools
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import small_disk
-from fitting import fitted, summary_of
+from fitting import fitted
 from forked import start
 from killed_run import train
 
@@ -105,21 +103,3 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_ended(small, m
     diverging = small("trainer.max_steps=40", "optimizer.lr=1e30", "optimizer.max_grad_norm=null")
     with pytest.raises(DivergedError):
         Trainer(load_config(diverging)).fit()
-
-
-# ---------------------------------------------------------------------------------------------------------- clocks
-def test_a_run_whose_clock_jumps_is_the_same(small, monkeypatch):
-    options = ("trainer.max_steps=8", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9")
-    options += ("schedule=constant", "schedule.steps=8")  # the same for another max_steps
-    steady = fitted(small(*options, "group=steady"))
-    jumps = itertools.cycle([0.0, 4e9, 1.0, 2e9, -1.0])
-    monkeypatch.setattr(time, "time", lambda: next(jumps))
-    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * next(jumps)))
-    first = fitted(small(*options, "group=jumping", "trainer.max_steps=6"))
-    assert 0 < summary_of(first)["step_time_ms_median"] < 60_000
-    assert 0 < summary_of(first)["wall_seconds"] < 600
-    for age, path in enumerate(found(first.directory.checkpoints)):
-        os.utime(path, (1e9 - age, 1e9 - age))  # the newest file looks like the oldest
-    again = fitted(small(*options, "group=jumping"))
-    assert "resuming at step 6" in (again.directory.path / "train.log").read_text()
-    assert losses(again.directory.path) == losses(steady.directory.path)

@@ -62,18 +62,6 @@ class Killed(BaseException):
         raise cls
 
 
-def test_another_horizon_in_the_same_directory_is_refused_with_the_choices_named(small):
-    run = small("run_name=run")
-    directory = fitted(run).directory.path
-    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"schedule ends at step 3, and this command's ends at step 9") as error:
-        Trainer(load_config([*run, "trainer.max_steps=9"]))
-    assert "schedule.steps=3" not in error.value.remedy, "that schedule has no step left"
-    for choice in (f"continue_from={directory} run_name=run-2", "trainer.resume=never"):
-        assert choice in error.value.remedy
-    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
-
-
 def test_a_constant_schedule_goes_on_as_one_that_never_stopped(small, capsys):
     constant = small("schedule=constant", "schedule.steps=6")
     fitted([*constant, "trainer.max_steps=6"])

@@ -1,7 +1,6 @@
 """A run's reported speed equals the wall clock's, over all processes of the run."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +11,23 @@ from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
+from linrnn.training import trainer as trainer_module
+from linrnn.training.checkpoint import Checkpointer
 from linrnn.training.trainer import Trainer
 
 TOKENS = 160  # of a step of the small run
+
+
+def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    write = JsonlWriter.write
+    monkeypatch.setattr(JsonlWriter, "write", lambda self, record: (time.sleep(seconds), write(self, record)))
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, small, monkeypatch, capsys):
     """Writing metrics takes a quarter of a second. This time lies between steps, while a GPU would be idle."""
     seconds = 0.25
-    write = JsonlWriter.write
-
-    def slow(self: JsonlWriter, record: dict[str, Any]) -> None:
-        time.sleep(seconds)
-        write(self, record)
-
-    monkeypatch.setattr(JsonlWriter, "write", slow)
+    slow_writing(monkeypatch, seconds)
     options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=2", f"trainer.log_every={log_every}")
     trainer = fitted(small(*options))
     summary = summary_of(trainer)
@@ -48,13 +48,12 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, sma
 
 def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch):
     """Each takes half a second every time. All steps, and the host's work between them, are counted once."""
-    from linrnn.training import checkpoint
-    from linrnn.training import trainer as module
-
-    evaluate, save = module.evaluate, checkpoint.Checkpointer.save
     pauses: list[float] = []
+    starts: list[float] = []
 
-    def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slowly(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
         def call(*arguments: Any, **options: Any) -> Any:
             begun = time.perf_counter()
             time.sleep(0.5)
@@ -62,18 +61,12 @@ def test_validation_and_checkpoints_are_no_part_of_the_speed(small, monkeypatch)
             pauses.append(time.perf_counter() - begun)
             return result
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
-    monkeypatch.setattr(module, "evaluate", slowly(evaluate))
-    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(save))
-    starts: list[float] = []
+    slowly(trainer_module, "evaluate")
+    slowly(Checkpointer, "save")
     step = Trainer.train_step
-
-    def train_step(self: Trainer) -> Any:
-        starts.append(time.perf_counter())
-        return step(self)
-
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_step", lambda self: (starts.append(time.perf_counter()), step(self))[1])
     every = ("trainer.valid_every=3", "trainer.checkpoint_every=3")
     options = ("trainer.max_steps=8", "trainer.warmup_measurement_steps=0", *every)
     trainer = fitted(small(*options))
@@ -114,16 +107,8 @@ def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(small, monkeyp
     assert shared.keys() == alone.keys()
     assert shared["gpu_shared"] is True
     assert shared["tokens_per_second_is"] == "not measured: other runs shared the GPU"
-    times = (
-        "tokens_per_second",
-        "wall_step_ms",
-        "step_time_ms_median",
-        "host_step_ms",
-        "loss_layer_ms",
-        "mfu",
-        "mfu_6n",
-    )
-    assert {shared[name] for name in times} == {None}
+    times = "tokens_per_second wall_step_ms step_time_ms_median host_step_ms loss_layer_ms mfu mfu_6n"
+    assert {shared[name] for name in times.split()} == {None}
     assert shared["measured_steps"] == 0
     assert shared["train_loss_nats"] is not None
     assert shared["peak_memory_bytes"] > 0
@@ -181,13 +166,7 @@ def test_memory_is_the_most_of_any_process():
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_slow_host_shows_in_the_wall_clock_alone(small, monkeypatch):
-    write = JsonlWriter.write
-
-    def slow(self: JsonlWriter, record: dict[str, Any]) -> None:
-        time.sleep(0.2)
-        write(self, record)
-
-    monkeypatch.setattr(JsonlWriter, "write", slow)
+    slow_writing(monkeypatch, 0.2)
     summary = Trainer(load_config(small("trainer.max_steps=30", "device=cuda"))).fit()
     assert summary["step_time_ms_median"] < 100
     assert 195 < summary["host_step_ms"] < summary["wall_step_ms"]

@@ -6,7 +6,6 @@ GPU raises its own out-of-memory error, which loses nothing. There only what no 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -181,51 +180,32 @@ def make_training_plan(config: Config) -> Plan:
     if world_size > 1 and isinstance(config.parallel, VocabConfig):
         check_vocabulary_parallel(config.loss)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
-    for found, cause, remedy in _contradictions(plan):
-        if found:
-            raise ConfigError(cause, f"use {remedy}")
-    return plan
-
-
-def _contradictions(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    """Settings that go together nowhere: whether the run has them, what is wrong, and what to use."""
-    config, trainer, parallel = plan.config, plan.config.trainer, plan.config.parallel
-    yield (
-        bool(config.gpu) and not config.dry_run,
-        f"gpu={config.gpu} names the GPU of a forecast, and this is a run",
-        "dry_run=true, or leave gpu out",
-    )
+    parallel, skipped, last = config.parallel, trainer.warmup_measurement_steps, plan.total_steps
     sharded, shard_ranks = isinstance(parallel, FsdpConfig), plan.shard_ranks  # raises if the ranks form no groups
-    yield (
-        trainer.activation_checkpointing == "selective" and trainer.compile != "none",
-        "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none",
-        "trainer.compile=none, or trainer.activation_checkpointing=full",
-    )
-    yield (
-        trainer.compile == "model" and sharded,
-        f"trainer.compile=model makes one graph of all blocks, and parallel={parallel.name} gathers each block's "
-        "weights before it",
-        "trainer.compile=blocks",
-    )
-    yield (
-        isinstance(parallel, VocabConfig) and trainer.batch_size % shard_ranks > 0,
-        f"parallel=vocab: {shard_ranks} ranks cannot share {trainer.batch_size} sequences out evenly",
-        f"a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks",
-    )
-    skipped = trainer.warmup_measurement_steps
-    longer = steps.ending_at(skipped + trainer.profile_steps, config)
-    yield (
-        trainer.profile_steps > 0 and plan.total_steps <= skipped,
-        f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {plan.total_steps}, and the trace "
-        f"begins after trainer.warmup_measurement_steps={skipped}",
-        f"{longer}{f' {HORIZON}=null' if config.schedule.steps else ''}, or "
-        f"trainer.warmup_measurement_steps={plan.total_steps - 1} or less",
-    )
-    yield (
-        bool(config.init_from and config.continue_from),
-        "init_from and continue_from are both given",
-        "continue_from=null to take weights alone, or init_from=null to take the optimizer's state as well",
-    )
+    if config.gpu and not config.dry_run:
+        cause = f"gpu={config.gpu} names the GPU of a forecast, and this is a run"
+        raise ConfigError(cause, "use dry_run=true, or leave gpu out")
+    if trainer.activation_checkpointing == "selective" and trainer.compile != "none":
+        cause = "trainer.activation_checkpointing=selective keeps single products, and a compiled block shows none"
+        raise ConfigError(cause, "use trainer.compile=none, or trainer.activation_checkpointing=full")
+    if trainer.compile == "model" and sharded:
+        cause = "trainer.compile=model makes one graph of all blocks, and"
+        cause += f" parallel={parallel.name} gathers each block's weights before it"
+        raise ConfigError(cause, "use trainer.compile=blocks")
+    if isinstance(parallel, VocabConfig) and trainer.batch_size % shard_ranks:
+        cause = f"parallel=vocab: {shard_ranks} ranks cannot share {trainer.batch_size} sequences out evenly"
+        remedy = f"use a multiple of {shard_ranks} for trainer.batch_size, or less parallel.shard_ranks"
+        raise ConfigError(cause, remedy)
+    if trainer.profile_steps and last <= skipped:
+        cause = f"trainer.profile_steps={trainer.profile_steps}: the run ends after step {last}, and the trace begins "
+        longer = steps.ending_at(skipped + trainer.profile_steps, config)
+        longer += f" {HORIZON}=null" if config.schedule.steps else ""
+        remedy = f"use {longer}, or trainer.warmup_measurement_steps={last - 1} or less"
+        raise ConfigError(f"{cause}after trainer.warmup_measurement_steps={skipped}", remedy)
+    if config.init_from and config.continue_from:
+        remedy = "use continue_from=null to take weights alone, or init_from=null to take the optimizer's state as well"
+        raise ConfigError("init_from and continue_from are both given", remedy)
+    return plan
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -245,9 +225,9 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         least, processes = max(state, estimate.peak if estimate else 0), ranks_here()
         each = f" in each of {processes} processes" if processes > 1 else ""
         what = f"a training step needs {least / GIB:.1f} GiB or more{each} ({parts})"
-        check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
+        _check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
         if processes * least > (available_memory() or math.inf):
-            check_memory(processes * least, what, lighter(plan.config))
+            _check_memory(processes * least, what, lighter(plan.config))
         return None
     foreseen = costs.GPUS[plan.config.gpu] if plan.config.gpu else None
     total = int(foreseen.memory_bytes) if foreseen else torch.cuda.get_device_properties(plan.device).total_memory
@@ -284,22 +264,12 @@ def lighter(config: Config) -> str:
     return ", or ".join([*ways, "a smaller size" if batch > 1 else "a smaller size or trainer.seq_len"])
 
 
-def check_memory(needed: int, what: str, remedy: str) -> None:
-    """On a CPU, reject what needs more bytes than are free.
-
-    Args:
-        what: a sentence with the expected figure.
-        remedy: what to use instead.
-
-    Raises:
-        UnsupportedError: this machine has fewer bytes free.
-    """
+def _check_memory(needed: int, what: str, remedy: str) -> None:
+    """On a CPU, reject `what` (a sentence with the expected figure) if it needs more bytes than are free."""
     there = available_memory()
     if there is not None and needed > there:
-        raise UnsupportedError(
-            f"{what}, and {there / GIB:.1f} GiB of memory are free here",
-            f"use {remedy}; or free memory, or use a GPU or a larger machine",
-        )
+        cause = f"{what}, and {there / GIB:.1f} GiB of memory are free here"
+        raise UnsupportedError(cause, f"use {remedy}; or free memory, or use a GPU or a larger machine")
 
 
 def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int = 0) -> None:
@@ -314,4 +284,4 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
     if device.type == "cpu":
         needed = FP32 * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
-        check_memory(needed, what, f"a smaller model{', batch_size=1 or loss=cce_kahan' if loss_bytes else ''}")
+        _check_memory(needed, what, f"a smaller model{', batch_size=1 or loss=cce_kahan' if loss_bytes else ''}")

@@ -30,9 +30,9 @@ LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
     ("override", "words"),
     [
         ("trainer.accumulation_steps=2", "overwrites the gradients of the micro-step before"),
-        ("data.reset_at_document=true", "gives every batch other sequences"),
+        ("data.reset_at_document=true", "every batch gets other sequences"),
         ("trainer.activation_checkpointing=full", "reads the state of the random numbers"),
-        ("trainer.compile=blocks", "trainer.compile=blocks was not tried with a CUDA graph"),
+        ("trainer.compile=blocks", "trainer.compile=blocks was not tried with it"),
         ("trainer.warmup_measurement_steps=1", "the last step of the warm-up is captured"),
         ("trainer.max_steps=2", "the last step of the warm-up is captured"),
     ],

@@ -2,12 +2,12 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
@@ -102,9 +102,13 @@ def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> 
 
     The sum of all hidden states and of the head takes the place of the loss.
     """
-    with _kept_buffers(model):
+    buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in model.named_buffers()]
+    try:
         hidden, weight, _ = loss_inputs(model, batch, precision, device)
         (hidden.sum() + weight.sum()).backward()
+    finally:
+        for (place, _, name), buffer, value in buffers:
+            setattr(model.get_submodule(place), name, buffer.copy_(value))
 
 
 def call_loss(loss: LossBackend, n_tokens: int, head: Tensor, precision: str) -> None:
@@ -117,19 +121,3 @@ def call_loss(loss: LossBackend, n_tokens: int, head: Tensor, precision: str) ->
         zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=head.device, requires_grad=True)
         labels = torch.zeros(n_tokens, dtype=torch.int64, device=head.device)
         loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
-
-
-@contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Give every module back its buffers, with their values."""
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-        for module, own in buffers:
-            module._buffers.clear()
-            module._buffers.update(own)

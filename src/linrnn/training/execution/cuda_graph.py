@@ -40,34 +40,17 @@ def check_cuda_graph(config: Config, device: torch.device, world_size: int, tota
     trainer, parallel = config.trainer, config.parallel
     groups = isinstance(parallel, FsdpConfig) and parallel.ranks_of_model(world_size) < world_size
     early = min(trainer.warmup_measurement_steps, total_steps - 1) < 2
+    again = "a replay overwrites the gradients of the micro-step before"
+    warm_up = "the last step of the warm-up is captured, and the first one compiles kernels"
+    random = "activation checkpointing reads the state of the random numbers, which a capture forbids"
     for found, cause, remedy in (
         (parallel.name == "ddp" and world_size > 1, "parallel=ddp was not tried with a CUDA graph", "parallel=fsdp"),
         (groups, "several groups of ranks were not tried with a CUDA graph", f"parallel.shard_ranks={world_size}"),
-        (
-            trainer.accumulation_steps > 1,
-            "a replay overwrites the gradients of the micro-step before",
-            "trainer.accumulation_steps=1",
-        ),
-        (
-            config.data.reset_at_document,
-            "data.reset_at_document=true gives every batch other sequences",
-            "data.reset_at_document=false",
-        ),
-        (
-            trainer.activation_checkpointing != "none",
-            "activation checkpointing reads the state of the random numbers, which a capture forbids",
-            "trainer.activation_checkpointing=none",
-        ),
-        (
-            trainer.compile != "none",
-            f"trainer.compile={trainer.compile} was not tried with a CUDA graph",
-            "trainer.compile=none",
-        ),
-        (
-            early,
-            "the last step of the warm-up is captured, and the first one compiles kernels",
-            "trainer.warmup_measurement_steps=2 or more and at least three steps",
-        ),
+        (trainer.accumulation_steps > 1, again, "trainer.accumulation_steps=1"),
+        (config.data.reset_at_document, "every batch gets other sequences", "data.reset_at_document=false"),
+        (trainer.activation_checkpointing != "none", random, "trainer.activation_checkpointing=none"),
+        (trainer.compile != "none", f"trainer.compile={trainer.compile} was not tried with it", "trainer.compile=none"),
+        (early, warm_up, "trainer.warmup_measurement_steps=2 or more and at least three steps"),
     ):
         if found:
             raise ConfigError(f"{WHAT}: {cause}", f"use {remedy}, or trainer.cuda_graph=false")
