@@ -41,7 +41,6 @@ def progress(number: int) -> checkpoint.Progress:
         tokens=100 * number,
         data={"rows": 8 * number},
         recent_losses=[3.0, 2.5],
-        schedule={"schedule": "cosine", "horizon": 200},
         token_fingerprint="f00d",
     )
 

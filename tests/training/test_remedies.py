@@ -11,11 +11,9 @@ import torch
 from fitting import fitted, summary_of
 
 from linrnn.config import last_of_each, load_config
-from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import LinrnnError
-from linrnn.core.files import read_json, write_json
 from linrnn.experiments.points import foresee
-from linrnn.training import checkpoint, plan
+from linrnn.training import plan
 from linrnn.training.plan import lighter, make_training_plan
 from linrnn.training.runtime import resolve_precision
 from linrnn.training.trainer import Trainer
@@ -124,19 +122,6 @@ def test_what_a_finished_run_offers_runs(overrides, number, small, each_way, cap
     for way in each_way(offered, number):
         trained([*given, *way])
         assert "nothing was run" not in capsys.readouterr().out, way
-
-
-def test_a_checkpoint_of_another_schedule_can_be_taken_over(small, each_way, tmp_path):
-    run = small("schedule.steps=5")
-    [newest] = checkpoint.found(fitted(run).directory.checkpoints)
-    state = read_json(newest / checkpoint.STATE)
-    state["schedule"]["horizon"] = 9
-    write_json(newest / checkpoint.STATE, state)
-    write_checksums(newest)
-    with pytest.raises(LinrnnError, match="was trained under another schedule") as error:
-        trained([*run, "trainer.max_steps=5"])
-    for way in each_way(error.value.remedy, 1):
-        trained([*run, "trainer.max_steps=5", *way])
 
 
 def test_a_disk_without_room_has_room_without_checkpoints(small, each_way, monkeypatch):

@@ -57,8 +57,6 @@ class Progress:
         tokens: tokens trained on in these steps, over all ranks.
         data: the loader's position.
         recent_losses: nats per token.
-        schedule: everything that decides the learning rate of every step
-            (`linrnn.training.optimizer.Schedule.describe`).
         token_fingerprint: identifies the meaning of token ids (`linrnn.data.PreparedData`).
         continues: `run`, `step` and `tokens` of the checkpoint from which step 0 took weights and optimizer state. The
             tokens include all those behind that checkpoint. None for a run that began otherwise.
@@ -69,7 +67,6 @@ class Progress:
     tokens: int
     data: dict[str, Any]
     recent_losses: list[float]
-    schedule: dict[str, Any]
     token_fingerprint: str
     continues: dict[str, Any] | None = None
 

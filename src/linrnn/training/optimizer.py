@@ -221,15 +221,6 @@ class Schedule:
                 f"lower it to schedule.warmup_steps={horizon - self.decay_steps} or less, or use {longer}",
             )
 
-    def describe(self) -> dict[str, Any]:
-        """Everything that decides the learning rate of every step, JSON-ready, for a checkpoint."""
-        config = self.config
-        described: dict[str, Any] = {"schedule": config.name, "lr": self.lr}
-        described |= {"warmup_steps": self.warmup_steps, "decay_steps": self.decay_steps}
-        if isinstance(config, FallingConfig):
-            described |= {"horizon": self.horizon, "min_lr_ratio": config.min_lr_ratio}
-        return described
-
     def lr_multiplier(self, step: int) -> float:
         """Learning rate of step `step` (0-based) / peak learning rate."""
         config = self.config

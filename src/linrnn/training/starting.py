@@ -28,10 +28,9 @@ from linrnn.models import (
 )
 from linrnn.models.architecture import Architecture, resolve
 from linrnn.models.build import WHOLE, Part
-from linrnn.runs.directory import ASIDE, RunDirectory, differences, in_words
+from linrnn.runs.directory import ASIDE, RunDirectory
 from linrnn.runs.summary import finished_lines
 from linrnn.training import checkpoint
-from linrnn.training.optimizer import Schedule
 from linrnn.training.plan import Plan
 
 TOKENIZER = "tokenizer.json"
@@ -101,7 +100,6 @@ def restore(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: BatchLoader,
-    schedule: Schedule,
 ) -> tuple[str, checkpoint.Progress] | None:
     """Restore the newest undamaged checkpoint of the run, or what `continue_from` names; None: neither is there.
 
@@ -112,19 +110,14 @@ def restore(
         a line for the user, and the progress of this run: step 0 behind `continue_from`.
 
     Raises:
-        ConfigError: the run has more steps than this command asks for or another schedule, or `continue_from` names no
-            checkpoint, another model or another tokenizer.
+        ConfigError: the run has more steps than this command asks for, or `continue_from` names no checkpoint, another
+            model or another tokenizer.
         DataError: the checkpoint is damaged.
     """
     newest = None if directory.begins_anew else ranks.from_first(lambda: checkpoint.newest(directory.checkpoints))
     if newest:
         progress = checkpoint.read_progress(newest)
         _check_not_beyond(progress.step, plan, directory)
-        if changed := differences(progress.schedule, schedule.describe()):
-            raise ConfigError(
-                f"{newest} was trained under another schedule ({in_words(changed)})",
-                f"{directory.taking_over(plan.config.init_from)} trains on from its state under the new one",
-            )
         loader.load_state_dict(progress.data)
         checkpoint.load(newest, model, optimizer)
         return f"resuming at step {progress.step} from {newest}", progress

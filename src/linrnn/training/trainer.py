@@ -169,7 +169,7 @@ class Trainer:
 
         Only if neither is there, initial weights are drawn. It only reads, so an error leaves the directory as it is.
         """
-        parts = (self.model.hf, self.optimizer, self.loader, self.schedule)
+        parts = (self.model.hf, self.optimizer, self.loader)
         start = starting.restore(self.plan, self.ranks, self.directory, self.data, *parts)
         if start is None:
             self.seconds_to["model"] = seconds_since_start()
@@ -364,7 +364,6 @@ class Trainer:
             tokens=self.step * self.plan.tokens_per_step,
             data=self.loader.state_dict(),
             recent_losses=list(self.log.recent_losses),
-            schedule=self.schedule.describe(),
             token_fingerprint=self.data.token_fingerprint,
             continues=self.continues,
         )
