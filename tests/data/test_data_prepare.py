@@ -50,7 +50,7 @@ def texts_of(data: PreparedData) -> dict[str, list[str]]:
     for name, split in {"train": data.train, "valid": data.valid}.items():
         parts = [split.read(part.start, part.start + part.n_tokens) for part in split.parts]
         documents = np.split(np.concatenate(parts), split.document_ends)[:-1]
-        assert all(document[-1] == data.eos_id for document in documents)
+        assert all(document[-1] == data.tokenizer.eos_id for document in documents)
         result[name] = [data.tokenizer.decode(d[:-1]) for d in documents]
         assert split.n_bytes == len("".join(result[name]).encode())
     return result
@@ -392,7 +392,7 @@ def test_the_wikipedia_slice_comes_back_word_for_word(tmp_path):
     with lzma.open(valid, "rt") as lines:
         texts = [json.loads(line)["text"] for line in lines]
     assert texts_of(data)["valid"] == texts
-    assert (data.vocab_size, data.eos_id, data.train.dtype) == (32_000, 2, np.dtype("<u2"))
+    assert (data.vocab_size, data.tokenizer.eos_id, data.train.dtype) == (32_000, 2, np.dtype("<u2"))
     for split in (data.train, data.valid):  # a space is put before every text
         token_bytes = data.token_bytes(split, pytest.fail)
     batches = BatchesOnce(data.valid, 2048, 8, token_bytes=token_bytes)

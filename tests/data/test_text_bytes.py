@@ -104,7 +104,7 @@ def test_all_tokens_stand_for_all_of_the_text(data):
     texts = ["", "a", " a", "\n\ta", "naïve 東京 🙂", *TEXTS[:20]]
     for text, ids in zip(texts, data.tokenizer.encode_batch(texts), strict=True):
         assert token_bytes.count(np.array(ids, np.int64), bool(text)) == len(text.encode()), text
-    assert token_bytes.count(np.array([data.eos_id]), 0) == 0
+    assert token_bytes.count(np.array([data.tokenizer.eos_id]), 0) == 0
 
 
 class Uniform(torch.nn.Module):

@@ -155,7 +155,7 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     sentence = "the cat number 7 sat"
     assert tokenizer(sentence)["input_ids"] == prompt_of(run, options(prompt=sentence))
-    assert tokenizer.eos_token_id == run.eos_id == exported.eos_id == trainer.data.eos_id
+    assert tokenizer.eos_token_id == run.eos_id == exported.eos_id == trainer.data.tokenizer.eos_id
     [(prompt, tokens)] = samples(run, options(prompt=sentence, temperature=0.0, max_new_tokens=20))
     assert readable(run, prompt + tokens).startswith(sentence)
     assert tokenizer.decode(prompt) == sentence

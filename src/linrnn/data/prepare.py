@@ -63,7 +63,6 @@ class PreparedData:
     Attributes:
         train, valid: the tokens.
         vocab_size: every id is below it.
-        eos_id: the token that ends a document, None if the tokenizer has none.
         fingerprint: hex; changes with any byte of text, tokenizer or options.
         description: one line for humans.
         directory: the directory of the prepared data.
@@ -76,7 +75,6 @@ class PreparedData:
     train: ShardSet
     valid: ShardSet
     vocab_size: int
-    eos_id: int | None
     fingerprint: str
     description: str
     directory: Path
@@ -200,7 +198,7 @@ def _tokenizer(config: TokenizedDataConfig, sources: Sequence[Source], say: Say)
         return load_tokenizer(config.tokenizer)
     entries = config.tokenizer_vocab_size
     text = [word for source in sources for word in (source.identity, source.period)]
-    path = _cache(config) / f"tokenizer-{entries}-{_key([*text, entries, TOKENIZER_SAMPLE_BYTES])}.json"
+    name = f"tokenizer-{entries}-{_key([*text, entries, TOKENIZER_SAMPLE_BYTES])}.json"
 
     def train(file: Path) -> None:
         say(f"training a tokenizer of {entries:,} entries")
@@ -210,7 +208,7 @@ def _tokenizer(config: TokenizedDataConfig, sources: Sequence[Source], say: Say)
             say(f"the text is too small for more than {trained.vocab_size:,} of them")
         write_text(file, json.dumps(json.loads(trained.json), indent=1))
 
-    tokenizer = load_tokenizer(str(_written_once(path, train, say)))
+    tokenizer = load_tokenizer(str(_written_once(config, name, train, say)))
     tokenizer.name = f"byte-level BPE of {tokenizer.vocab_size:,} entries trained on it"
     return tokenizer
 
@@ -326,7 +324,6 @@ def _open(directory: Path, what: str, more: str, **about: Any) -> PreparedData:
         train=train,
         valid=valid,
         vocab_size=meta["vocab_size"],
-        eos_id=meta["eos_id"],
         fingerprint=meta["fingerprint"],
         description=f"{what}: {train.n_tokens:,} training and {valid.n_tokens:,} validation tokens; {more}",
         directory=directory,
@@ -342,11 +339,12 @@ def _prepared(config: DataConfig, recipe: dict[str, Any], write: Callable[[Path]
         directory.mkdir()
         write_meta(directory, {"format": FORMAT_VERSION, **recipe, "splits": write(directory)})
 
-    return _written_once(_cache(config) / f"{config.name}-{_key([FORMAT_VERSION, recipe])}", whole, say)
+    return _written_once(config, f"{config.name}-{_key([FORMAT_VERSION, recipe])}", whole, say)
 
 
-def _written_once(path: Path, write: Callable[[Path], None], say: Say) -> Path:
-    """A file or directory. If it does not exist, one process writes it, aside."""
+def _written_once(config: DataConfig, name: str, write: Callable[[Path], None], say: Say) -> Path:
+    """A file or directory of the cache. If it does not exist, one process writes it, aside."""
+    path = Path(config.cache_dir).expanduser() / name
     if path.exists():
         return path
     partial = path.with_name(path.name + ".partial")
@@ -367,10 +365,6 @@ def _written_once(path: Path, write: Callable[[Path], None], say: Say) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
     return path
-
-
-def _cache(config: DataConfig) -> Path:
-    return Path(config.cache_dir).expanduser()
 
 
 def _key(content: Any) -> str:
