@@ -28,7 +28,7 @@ def join(parallel: ParallelConfig, device: str) -> Iterator[Ranks]:
 
     Raises:
         ConfigError: the launched processes do not match `parallel`.
-        UnsupportedError: this machine has more ranks than GPUs, or PyTorch lacks the backend.
+        UnsupportedError: this machine has more ranks than GPUs.
         RankFailedError: another rank has failed.
     """
     launch = Launch.from_environment()
@@ -74,8 +74,6 @@ def _claim_device(launch: Launch, device: str) -> str:
             f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more processes",
             f"use torchrun --nproc-per-node={torch.cuda.device_count()}, or device=cpu",
         )
-    if not dist.is_nccl_available():
-        raise UnsupportedError("this PyTorch has no NCCL", "install a CUDA build of PyTorch, or use device=cpu")
     torch.cuda.set_device(launch.local_rank)
     return "cpu:gloo,cuda:nccl"
 

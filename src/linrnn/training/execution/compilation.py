@@ -107,8 +107,9 @@ def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> 
         hidden, weight, _ = loss_inputs(model, batch, precision, device)
         (hidden.sum() + weight.sum()).backward()
     finally:
-        for (place, _, name), buffer, value in buffers:
-            setattr(model.get_submodule(place), name, buffer.copy_(value))
+        with torch.no_grad():
+            for (place, _, name), buffer, value in buffers:
+                setattr(model.get_submodule(place), name, buffer.copy_(value))
 
 
 def call_loss(loss: LossBackend, n_tokens: int, head: Tensor, precision: str) -> None:
