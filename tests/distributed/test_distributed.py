@@ -104,15 +104,6 @@ def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small, trained,
     assert summary["valid_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_checkpointed_activations_on_two_ranks(small, trained):
-    options = ("model=kda", "trainer.activation_checkpointing=full")
-    one = Trainer(load_config(small(*options, "trainer.batch_size=2")))
-    one.fit()
-    directory = trained(small(*options, "trainer.batch_size=1", "parallel=ddp", "group=ddp"), 2)
-    for step, figures in curve(one.directory.path).items():
-        assert curve(directory)[step] == pytest.approx(figures, rel=ROUNDING)
-
-
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "vocab"])
 def test_muon_updates_every_replica_alike(parallel, small, trained):
     """Newton-Schulz computes in bf16, so that after an update rounding differs by more than without it."""
