@@ -368,6 +368,7 @@ def test_damaged_shards_are_found_and_named(tmp_path, corpus, tokenizer, file, d
     [
         (["", ""], {}, DataError, "0 train tokens"),
         (["x"], {}, DataError, "0 train tokens"),
+        (["a", "b"], {"valid_path": "none.jsonl"}, DataError, "0 valid tokens"),
         (["a", "b"], {"document_separator": "blank_line"}, ConfigError, "holds rows, each a document"),
         (["a", "b"], {"valid_fraction": 0.0}, ConfigError, "data.valid_fraction is 0"),
         (["a", "b"], {"text_field": "body"}, DataError, "no field 'body'"),
@@ -379,6 +380,7 @@ def test_damaged_shards_are_found_and_named(tmp_path, corpus, tokenizer, file, d
 def test_unusable_text_or_options_are_refused(tmp_path, tokenizer, texts, changes, error, cause, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", texts)
+    write_jsonl(tmp_path / "none.jsonl", [""])
     with pytest.raises(error, match=cause):
         prepare(replace(text_config(Path("cache"), "a.jsonl", tokenizer=tokenizer), **changes))
 

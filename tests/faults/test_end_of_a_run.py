@@ -15,7 +15,7 @@ from fitting import fitted, records, summary_of
 from forked import run_script, start
 
 from linrnn.config import load_config
-from linrnn.core.errors import DataError, InterruptedRun, OutOfMemoryError, StorageError
+from linrnn.core.errors import InterruptedRun, OutOfMemoryError, StorageError
 from linrnn.core.interrupts import SIGNALS, StopRequest
 from linrnn.training import checkpoint
 from linrnn.training import trainer as trainer_module
@@ -236,11 +236,3 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(small, monkeyp
     assert trainer.step < 1000
     assert (error.value.exit_code, summary_of(trainer)["status"]) == (7, "failed")
     assert not list(trainer.directory.checkpoints.iterdir()), "no half-written checkpoint"
-
-
-# ------------------------------------------------------------------------------------------------------ validation
-def test_a_validation_text_that_is_too_small_is_refused_before_training(small, tmp_path):
-    with pytest.raises(DataError, match=r"the validation text has 1 token\(s\)") as error:
-        Trainer(load_config(small("data.n_valid_tokens=1")))
-    assert error.value.exit_code == 3
-    assert not (tmp_path / "results").exists()

@@ -175,7 +175,7 @@ class MarkovDataConfig(DataConfig):
     vocab_size: int = option(512, "tokens, including the end of a document (0)", minimum=4)
     branching: int = option(4, "tokens that may follow a token, the k-th with p ∝ 1/k", minimum=2)
     n_tokens: int = option(4194304, "training tokens", minimum=1)
-    n_valid_tokens: int = option(65536, "validation tokens", minimum=1)
+    n_valid_tokens: int = option(65536, "validation tokens", minimum=2)
     data_seed: int = option(0, "decides the chain and the text; independent of the run's seed", minimum=0)
 
 

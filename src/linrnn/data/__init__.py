@@ -1,6 +1,6 @@
 """Data: `prepare` turns text into token shards once; `BatchLoader` and `BatchesOnce` read batches from the shards."""
 
-from linrnn.data.batches import Batch, BatchesOnce, BatchLoader, check_validation
+from linrnn.data.batches import Batch, BatchesOnce, BatchLoader
 from linrnn.data.prepare import PreparedData, prepare, vocabulary_size
 from linrnn.data.shards import ShardSet
 
@@ -10,7 +10,6 @@ __all__ = [
     "BatchesOnce",
     "PreparedData",
     "ShardSet",
-    "check_validation",
     "prepare",
     "vocabulary_size",
 ]

@@ -78,8 +78,6 @@ class BatchLoader:
         world_size: int = 1,
         reset_at_document: bool = False,
     ) -> None:
-        if not 0 <= rank < world_size or batch_size < 1 or seq_len < 1:
-            raise ValueError(f"{rank=}, {world_size=}, {batch_size=}, {seq_len=}")
         self._blocks_of = [(part.n_tokens - 1) // seq_len for part in shards.parts]
         self.n_blocks = sum(self._blocks_of)
         for part, n_blocks in zip(shards.parts, self._blocks_of, strict=True):
@@ -120,9 +118,8 @@ class BatchLoader:
             return n_labels
         starts = self._starts(rows)
         ended, ends = _document_ends(self._shards.document_ends, starts, starts + self._seq_len + 1)
-        return n_labels - len(
-            np.unique(ended * (self._seq_len + 1) + ends)
-        )  # an empty document ends where another does
+        places = np.unique(ended * (self._seq_len + 1) + ends)  # an empty document ends where another does
+        return n_labels - len(places)
 
     def remark(self, n_rows: int) -> str | None:
         """How often `n_rows` sequences, over all ranks, pass over each source of a mixture; None for one text."""
@@ -248,19 +245,6 @@ def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> t
     return rows, ends[first[rows] + within] - starts[rows]
 
 
-def check_validation(shards: ShardSet) -> None:
-    """Reject a text for which `BatchesOnce` would have no label.
-
-    Raises:
-        DataError: the text is too short.
-    """
-    if shards.n_tokens < 2:
-        raise DataError(
-            f"the validation text has {shards.n_tokens:,} token(s), and a validation pass needs 2",
-            "give more validation text",
-        )
-
-
 class BatchesOnce(Sequence[Batch]):
     """The batches of a validation pass: each token but the first is predicted exactly once, in order.
 
@@ -270,9 +254,6 @@ class BatchesOnce(Sequence[Batch]):
     Args:
         max_tokens: upper bound on the number of labels, of which each source has its share; None for all.
         token_bytes: the bytes of each token; give it to count the labels' bytes.
-
-    Raises:
-        DataError: there is no label at all.
     """
 
     def __init__(
@@ -285,7 +266,6 @@ class BatchesOnce(Sequence[Batch]):
         reset_at_document: bool = False,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        check_validation(shards)
         total = sum(part.weight for part in shards.parts)
         starts, stops = [], []  # of all rows
         for part in shards.parts:

@@ -15,7 +15,7 @@ from linrnn.config.schema import Config
 from linrnn.config.steps import ending_at
 from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
-from linrnn.data import BatchLoader, PreparedData, check_validation, prepare
+from linrnn.data import BatchLoader, PreparedData, prepare
 from linrnn.data.tokenizer import load_tokenizer
 from linrnn.distributed import Launch, Ranks
 from linrnn.models import (
@@ -41,7 +41,7 @@ def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
     """The run's data. The first rank prepares it; one rank of each machine compares all of it with the recorded hashes.
 
     Raises:
-        DataError: the data is unusable, altered, or has too little text for validation.
+        DataError: the data is unusable or altered.
     """
 
     def prepared() -> PreparedData:
@@ -50,9 +50,7 @@ def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
             data.verify()
         return data
 
-    data = ranks.first_then_others(prepared)
-    check_validation(data.valid)
-    return data
+    return ranks.first_then_others(prepared)
 
 
 # ---------------------------------------------------------------------------------------------- the run's own files
