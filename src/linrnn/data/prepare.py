@@ -215,7 +215,7 @@ def _tokenizer(config: TokenizedDataConfig, sources: Sequence[Source], say: Say)
 
 def _sample(source: Source, most: int) -> Iterator[str]:
     n_bytes = 0
-    for split, text in source.documents():
+    for split, text in source.training():
         if n_bytes >= most:
             return
         if split == "train":

@@ -40,6 +40,10 @@ class Source:
         """Every document with the split that it belongs to. All of a validation split come first."""
         if self.period is None:
             yield from (("valid", text) for text in self.read("valid"))
+        yield from self.training()
+
+    def training(self) -> Iterator[tuple[str, str]]:
+        """The documents that are read for training, some of them held out."""
         number = 0
         for text in self.read("train"):
             held_out = self.period and text and number % self.period == 0
