@@ -137,7 +137,7 @@ def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(tmp
         elif damage == "flip":
             path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
         else:
-            path.write_bytes(whole[:-1] if damage == "cut" else b"")
+            path.write_bytes(whole[:-2] if damage == "cut" else b"")
         assert checkpoint.newest(tmp_path) == first, (name, damage)
         if (name, damage) != (checkpoint.STATE, "remove"):  # without it, it is no checkpoint
             said = f"{second}: " if name == CHECKSUMS else f"{second}: {second / name} "
