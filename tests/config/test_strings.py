@@ -235,11 +235,12 @@ def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("defaults:\n  - mve\n", "configs/experiment/mine.yaml: defaults: mve: this chooses no option"),
-        ("defaults:\n  - override /size: mvee\n", "size=mvee: there is no such size"),
-        ("defaults:\n  - override /sise: mve\n", "configs/experiment/mine.yaml: defaults: sise: there is no such"),
-        ("trainer: {max_steps: 5\nseed: 1\n", "configs/experiment/mine.yaml: while parsing a flow mapping"),
-        ("- seed\n", "configs/experiment/mine.yaml holds no keys"),
+        ("overrides: [mve]\n", "'mve' cannot be read"),
+        ("overrides: [size=mvee]\n", "size=mvee: there is no such size"),
+        ("overrides: [sise=mve]\n", "configs/experiment/mine.yaml: sise: there is no such key"),
+        ("overrides: [size=mve\nseed: 1\n", "configs/experiment/mine.yaml: while parsing a flow sequence"),
+        ("overrides: [seed: 1]\n", "overrides holds {'seed': 1}, which is no text"),
+        ("trainer: {max_steps: 5}\n", "configs/experiment/mine.yaml: experiment."),
     ],
 )
 def test_a_broken_experiment_is_refused(text, cause, tmp_path, monkeypatch):

@@ -214,7 +214,7 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
     assert fine.refusal is None
     assert fine.seconds > START_SECONDS
     assert liger.memory_bytes > 4 * 4 * 461_000  # parameters, gradients and two moments in fp32
-    lines = listing([liger, chunks, fine], [fine], 1)
+    lines = listing([liger, chunks, fine], [fine], [liger, chunks], 1)
     assert [line.rpartition("  ")[2] for line in lines[1:4]] == ["unsupported", "unsupported", "to run"]
     assert lines[5] == "3 points: 2 unsupported, 1 to run"
     assert lines[6].endswith(f"; in all {duration(fine.seconds)}")

@@ -1,8 +1,8 @@
 """Turn command-line overrides into a typed, validated :class:`Config`.
 
-The chosen options are put together once for each choice: each is a dataclass, with the values of its YAML file, and an
-experiment's values come last. Single keys are then set in a copy. Hydra reads the overrides. It and OmegaConf are
-imported when something is composed: `--help` needs neither.
+The chosen options are put together once for each choice: each is a dataclass, with the values of its YAML file. Single
+keys are then set in a copy: those of an experiment, which is a list of overrides, then those of the command line. Hydra
+reads the overrides. It and OmegaConf are imported when something is composed: `--help` needs neither.
 """
 
 import copy
@@ -68,40 +68,28 @@ def options_of(group: str) -> list[str]:
 
 
 def defaults_of_option(group: str, option: str) -> Any:
-    """An option's dataclass, with the values that a YAML file may replace; None for an experiment."""
-    schema = SCHEMAS.get(group, {}).get(option) or SCHEMAS.get(group, {}).get("")
-    if schema is None:
-        return None
+    """An option's dataclass, with the values that a YAML file may replace."""
+    schema = SCHEMAS[group].get(option) or SCHEMAS[group][""]
     return schema(option) if dataclasses.fields(schema)[0].name == "name" else schema()
 
 
+@functools.cache
 def menu_of(config_name: str = "train") -> dict[str, str | None]:
     """The groups of a command and the default option of each; None if there is none."""
-    return options_in(CONFIG_DIR / f"{config_name}.yaml")
+    path = CONFIG_DIR / f"{config_name}.yaml"
+    entries = yaml.safe_load(path.read_text(encoding="utf-8"))["defaults"] if path.exists() else []
+    return {group: option for entry in entries for group, option in entry.items()}
 
 
-@functools.lru_cache(maxsize=64)
-def options_in(path: Path) -> dict[str, str | None]:
-    """The options that the defaults list of a YAML file chooses, by group.
+def of_experiment(arguments: Sequence[str]) -> list[str]:
+    """The overrides of the experiment that arguments choose, if any.
 
     Raises:
-        ConfigError: the file holds no keys, or an entry of the list chooses no option, as another file's name does.
+        ConfigError: there is no such experiment, or its file is broken.
     """
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        what = f"configs/{path.parent.name}/{path.name}: {' '.join(str(error).split())}"
-        raise ConfigError(what, "correct that line or the one before") from error
-    if not isinstance(found, dict | None):
-        raise ConfigError(f"configs/{path.parent.name}/{path.name} holds no keys", "write lines as key: value")
-    entries = (found or {}).get("defaults") or []
-    for entry in entries:
-        if not isinstance(entry, dict):
-            raise ConfigError(
-                f"configs/{path.parent.name}/{path.name}: defaults: {entry}: this chooses no option",
-                "write `override /model: gla`, and copy the values of another file",
-            )
-    return {key.split("/")[-1]: option for one in entries for key, option in one.items()}
+    name = dict(argument.partition("=")[::2] for argument in arguments).get("experiment", "null")
+    check_option("experiment", name, menu_of())
+    return [] if name == "null" else to_config(_loaded("experiment", name, CONFIG_DIR)).overrides
 
 
 def check_option(group: str, option: str, menu: dict[str, str | None]) -> None:
@@ -130,11 +118,21 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     check_overrides(overrides)
     menu = menu_of(config_name)
     overrides = [override.lstrip("+") for override in overrides]
-    options = dict(override.split("=", 1) for override in overrides if key_of(override) in menu)
+    experiment = of_experiment(overrides) if "experiment" in menu else []
+    check_overrides(experiment)
+    options = dict(override.split("=", 1) for override in [*experiment, *overrides] if key_of(override) in menu)
     for group, option in options.items():
         check_option(group, option, menu)
+    name = options.pop("experiment", "null")
     chosen = tuple(sorted(f"{group}={option}" for group, option in options.items() if option != "null"))
     composed = copy.deepcopy(_composed(chosen, config_name, CONFIG_DIR))
+    for override in experiment:
+        try:
+            if key_of(override) not in menu:
+                _set(composed, override)
+        except ConfigError as error:
+            remedy = f"choose another {override.partition('.')[0]}, or run without experiment={name}"
+            raise ConfigError(f"configs/experiment/{name}.yaml: {error.cause}", remedy) from error
     for override in overrides:
         if key_of(override) not in menu:
             _set(composed, override)
@@ -146,44 +144,38 @@ def _composed(options: tuple[str, ...], config_name: str, config_dir: Path) -> "
     """The command's configuration with these options of its groups.
 
     Raises:
-        ConfigError: a file is broken, or an experiment sets a key that a chosen option does not have.
+        ConfigError: a file is broken.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    given = dict(option.split("=") for option in options)
-    experiment = config_dir / "experiment" / f"{given.pop('experiment', None)}.yaml"
-    menu = menu_of(config_name)
-    for group, option in options_in(experiment).items():
-        if group not in menu:
-            raise ConfigError(
-                f"configs/experiment/{experiment.name}: defaults: {group}: there is no such group",
-                f"nearest: {', '.join(nearest(group, list(menu)))}",
-            )
-        check_option(group, str(option), menu)
     config: Any = OmegaConf.structured(COMMANDS[config_name])
-    files = {}
-    for group, option in {**menu, **options_in(experiment), **given}.items():
+    for group, option in {**menu_of(config_name), **dict(one.split("=") for one in options)}.items():
         if option is not None:
-            config[group] = OmegaConf.structured(defaults_of_option(group, option))
-            files[config_dir / group / f"{option}.yaml"] = group
-    for path, group in {**files, experiment: ""}.items():
-        try:
-            values: Any = OmegaConf.load(path) if path.exists() else {}
-            values.pop("defaults", None)
-            config.merge_with({group: values} if group else values)
-        except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-            key = getattr(error, "full_key", None)
-            what = f"{key}: {first_line(error)}" if key else " ".join(str(error).split())
-            remedy = "correct that line or the one before"
-            if key and not group:
-                remedy = f"choose another {key.split('.')[0]}, or run without experiment={path.stem}"
-            raise ConfigError(f"configs/{path.parent.name}/{path.name}: {what}", remedy) from error
+            config[group] = _loaded(group, option, config_dir)
     OmegaConf.set_struct(config, True)
     for owner, free in ((config.get("model"), "options"), (config, "resources")):  # FLA or submitit knows their keys
         if free in (owner or {}):
             OmegaConf.set_struct(owner[free], False)
     return config
+
+
+def _loaded(group: str, option: str, config_dir: Path) -> Any:
+    """An option's dataclass with the values of its file, if it has one.
+
+    Raises:
+        ConfigError: the file is broken. The error names it, and the line or the key.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    values, path = OmegaConf.structured(defaults_of_option(group, option)), config_dir / group / f"{option}.yaml"
+    try:
+        values.merge_with(OmegaConf.load(path) if path.exists() else {})
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        key = getattr(error, "full_key", None)
+        what = f"{group}.{key}: {first_line(error)}" if key else " ".join(str(error).split())
+        raise ConfigError(f"configs/{group}/{path.name}: {what}", "correct that line or the one before") from error
+    return values
 
 
 def _set(composed: "DictConfig", override: str) -> None:

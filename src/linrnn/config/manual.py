@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from linrnn.config import compose
-from linrnn.config.compose import check_option, defaults_of_option, menu_of, options_in, options_of
+from linrnn.config.compose import check_option, defaults_of_option, menu_of, of_experiment, options_of
 from linrnn.config.schema import ABOUT, COMMANDS, MUST_BE_GIVEN, ReadingConfig
 from linrnn.core.errors import EXIT_CODES
 from linrnn.core.output import as_started, is_program
@@ -27,12 +27,11 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
     """
     menu = menu_of(config_name)
     given = {}
-    for argument in arguments:
+    for argument in [*of_experiment(arguments), *arguments]:
         group, _, option = argument.partition("=")
         if group in menu:
             check_option(group, option, menu)
             given[group] = None if option == "null" else option
-    of_experiment = options_in(compose.CONFIG_DIR / "experiment" / f"{given.get('experiment')}.yaml")
     program = sys.argv[0] if is_program() else f"python {os.path.relpath(sys.argv[0])}"
     lines = [description, "", f"usage: {program} [group=option …] [group.key=value …]", ""]
     groups = {*menu, *(["data"] if issubclass(COMMANDS[config_name], ReadingConfig) else [])}
@@ -43,7 +42,7 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
         "",
         "keys, with their defaults (of the default options; group=option --help shows another's):",
     ]
-    options = [(group, option) for group, option in {**menu, **of_experiment, **given}.items() if option]
+    options = [(group, option) for group, option in {**menu, **given}.items() if option]
     for title, text in [manual_of_command(config_name), *(manual_of(*option) for option in options)]:
         lines += ["", f"--- {title}", text]
     return "\n".join(map(_fitted, as_started("\n".join(lines).strip()).splitlines()))

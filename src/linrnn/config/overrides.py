@@ -55,7 +55,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override}: no key can be removed", remedy)
         if not equals or not _KEY.fullmatch(key):
             raise unreadable(override)
-        if key.lstrip("+") in {*SCHEMAS, "experiment"} and not _OPTION.fullmatch(value):
+        if key.lstrip("+") in SCHEMAS and not _OPTION.fullmatch(value):
             raise ConfigError(f"{override}: options are names", f"choose one by {key}=NAME; --help lists them")
 
 

@@ -455,6 +455,13 @@ class Config:
     gpu_price: float | None = option(None, "of an hour of one GPU, for the forecast, in any currency", minimum=0)
 
 
+@dataclass
+class ExperimentConfig:
+    """A set of choices by name. Further overrides of the command line beat them."""
+
+    overrides: list[str] = option(MUST_BE_GIVEN, "overrides of train.py")
+
+
 # -------------------------------------------------------------------------------------------------- other commands
 @dataclass
 class SweepConfig:
@@ -631,6 +638,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "logger": {"default": LoggerConfig, "tensorboard": TensorboardLoggerConfig},
     "parallel": {"none": ParallelConfig, "ddp": DdpConfig, "fsdp": FsdpConfig, "vocab": VocabConfig},
     "sweep": {"": SweepConfig},
+    "experiment": {"": ExperimentConfig},
 }
 # What an option is, where the docstring of its schema does not say it.
 ABOUT: dict[tuple[str, str], str] = {

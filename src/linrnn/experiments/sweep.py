@@ -68,7 +68,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     open_points = [point for point in points if not point.is_answered(config.retry)]
     refused, ahead = ([point for point in open_points if (point.refusal is None) == runs] for runs in (False, True))
     if config.dry_run:
-        for line in listing(points, ahead, min(config.jobs, max(1, len(gpus) // ranks))):
+        for line in listing(points, ahead, refused, min(config.jobs, max(1, len(gpus) // ranks))):
             say(line)
     for reason in dict.fromkeys(point.refusal for point in refused):
         say(f"unsupported: {', '.join(point.label for point in refused if point.refusal == reason)}: {reason}")
@@ -108,17 +108,17 @@ def in_another_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def listing(points: Sequence[Point], ahead: Sequence[Point], at_a_time: int) -> list[str]:
+def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[Point], at_a_time: int) -> list[str]:
     """The dry run's lines: name, memory, time and state of every point, then the sums.
 
     Args:
-        ahead: the points to run.
-        at_a_time: how many of them run at once.
+        ahead, refused: the points to run, and those that cannot run here. All others have an answer.
+        at_a_time: how many run at once.
     """
     width = max(len(point.label) for point in points)
     lines, states = [f"{'point':<{width}}  {'memory, GiB':>11}  {'time':>8}  state"], Counter[str]()
     for point in points:
-        state = "to run" if point in ahead else "unsupported" if point.refusal else (point.summary() or {})["status"]
+        state = "to run" if point in ahead else "unsupported" if point in refused else (point.summary() or {})["status"]
         states[state] += 1
         memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
         seconds = "unknown" if point.seconds is None else duration(point.seconds)
