@@ -22,7 +22,7 @@ from linrnn.config.grids import sweep_points
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "mermaid", "text"}
 COMMAND = re.compile(r"^\s*(?:\$ )?(?:python|linrnn|make|torchrun|pip|source|git) \S", re.MULTILINE)
-ENTRY = re.compile(r"^    (?:cli\.|common\.)?run(_plain)?\((?:main)?(?:, )?(?:\"(\w+)\")?", re.MULTILINE)
+ENTRY = re.compile(r"^    (?:cli\.|common\.)?run\((?:main)?(?:, )?(?:\"(\w+)\")?", re.MULTILINE)
 START = re.compile(r"^    start\(\"(\w+)\"\)", re.MULTILINE)
 # Commands of other programs, literally: this test cannot check them.
 FIXED = {
@@ -87,10 +87,8 @@ def check_script(script: str, overrides: list[str]) -> None:
         usage = ast.get_docstring(ast.parse(source)) or ""
         keys = [f"{override.partition('=')[0]}=" for override in overrides]
         assert shlex.join(["python", script, *overrides]) in usage or all(key in usage for key in keys), overrides
-    elif entry[1] == "_plain":
-        assert not overrides
     else:
-        load_config(overrides, entry[2] or "train")
+        load_config(overrides, entry[1] or "train")
 
 
 def check_command(name: str, overrides: list[str]) -> None:
@@ -101,7 +99,6 @@ def check_command(name: str, overrides: list[str]) -> None:
         return
     own, runs = split_overrides(overrides, command.config_name)
     config = load_config(own, command.config_name)
-    runs = [override for override in runs if not override.startswith("hydra")]  # a sweep's launcher
     points = sweep_points(config.sweep, runs) if name == "sweep" else [runs]
     for point in {tuple(point) for point in (points[0], points[-1])}:  # test_grids.py composes all
         load_config(point)
