@@ -6,7 +6,7 @@ import torch
 from linrnn.config import load_config
 from linrnn.core.errors import UnsupportedError
 from linrnn.experiments.doctor import diagnose, losses, models
-from linrnn.losses import apple_variants, check_loss, loss_names
+from linrnn.losses import check_loss, loss_names
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def test_the_command_prints_every_loss_and_model_exits_zero_and_never_shows_the_
 
 def test_verdicts_are_those_of_check_loss():
     verdicts = dict(losses(CPU, torch.float32))
-    for name in set(loss_names()) - {"cce_apple"}:
+    for name in loss_names():
         try:
             check_loss(load_config([f"loss={name}"]).loss, CPU, torch.float32)
         except UnsupportedError:
@@ -33,13 +33,6 @@ def test_verdicts_are_those_of_check_loss():
             assert verdicts[name] == "ok"
     assert verdicts["standard"] == "ok"
     assert verdicts["liger"].startswith("no  ")
-
-
-def test_every_installed_apple_variant_has_a_line():
-    names = [name for name, _ in losses(CPU, torch.float32)]
-    assert [name for name in names if name.startswith("cce_apple")] == [
-        f"cce_apple loss.variant={variant}" for variant in apple_variants()
-    ]
 
 
 def test_every_model_runs_on_a_cpu():

@@ -16,7 +16,6 @@ from linrnn.experiments import sweep
 def test_a_sweep_is_listed_run_and_not_run_again(small, command, tmp_path):
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
-    points += ["report_every_seconds=1"]
     foreseen = command("scripts/sweep.py", *points, "dry_run=true")
     assert foreseen.returncode == 0, foreseen.stdout + foreseen.stderr
     assert "2 points: 1 to run, 1 unsupported" in foreseen.stdout

@@ -491,7 +491,6 @@ class RunSweepConfig:
     share_gpus: bool = option(False, "true: several points on each GPU; their losses count, times are not measured")
     retry: bool = option(False, "true: run points again that ran out of memory or diverged; false: it is their result")
     dry_run: bool = option(False, "true: only list the points with their expected memory and time")
-    report_every_seconds: float = option(30.0, "seconds between lines on the progress of a running point", minimum=0)
     cluster: str = choice("where points run: none (this machine) | slurm | local (as submitit's jobs)")
     resources: dict[str, Any] = option({}, "of a job, by submitit's names: resources.gpus_per_node=1")
 

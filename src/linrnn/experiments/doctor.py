@@ -66,14 +66,8 @@ def machine(config: Config) -> list[Finding]:
 
 
 def losses(device: torch.device, dtype: torch.dtype) -> list[Finding]:
-    """Every loss backend with its default options; Apple's with every installed variant."""
-    findings = []
-    for name in loss_names():
-        variants = _variants() if name == "cce_apple" else ()
-        for options in [[f"loss.variant={variant}"] for variant in variants] or [[]]:
-            loss = load_config([f"loss={name}", *options]).loss
-            findings.append(attempt(" ".join([name, *options]), check_loss, loss, device, dtype))
-    return findings
+    """Every loss backend with its default options."""
+    return [attempt(name, check_loss, load_config([f"loss={name}"]).loss, device, dtype) for name in loss_names()]
 
 
 def models(device: torch.device) -> list[Finding]:

@@ -86,7 +86,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     if on_cluster and ahead:
         _submit(ahead, config, say)
     elif ahead:
-        run_points(ahead, [threads_of(config.jobs) | slot for slot in slots], say, config.report_every_seconds)
+        run_points(ahead, [threads_of(config.jobs) | slot for slot in slots], say)
     _judge(points, say)
 
 
@@ -142,7 +142,7 @@ def run_points(
     points: Sequence[Point],
     slots: Sequence[dict[str, str]],
     say: Say,
-    report_every_seconds: float,
+    report_every_seconds: float = 30.0,
     command: Callable[[Point], Sequence[str]] | None = None,
 ) -> None:
     """Run points, one in each slot at a time. A point that another process still runs is tried again later.
