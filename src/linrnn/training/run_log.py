@@ -339,10 +339,18 @@ class RunLog:
         """
         if self._ranks.is_first:
             self._directory.add_to_process(kernel_choices=tuning.used())
-            if self._config.trainer.kernel_choices == "tune" and (table := tuning.store()):
-                self.line(f"stored the tuned kernels' choices in {table}")
+            if self._config.trainer.kernel_choices == "tune":
+                self._store_choices()
             self._directory.end_process(step)
             self._directory.write_json(SUMMARY, summary)
+
+    def _store_choices(self) -> None:
+        """Add the tuned kernels' choices to the GPU's table. One that cannot be read or written ends no run."""
+        try:
+            if table := tuning.store():
+                self.line(f"stored the tuned kernels' choices in {table}")
+        except (OSError, LinrnnError) as error:
+            self.line(f"the tuned kernels' choices are not stored: {first_line(error)}")
 
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""

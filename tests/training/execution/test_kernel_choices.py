@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,6 +122,12 @@ def test_a_run_that_tunes_all_kernels_stores_their_choices(mode, small, monkeypa
     run = fitted(small(f"trainer.kernel_choices={mode}"))
     assert len(stored) == (mode == "tune")
     assert (f"choices in {tmp_path}/a_gpu.json" in (run.directory.path / LOG).read_text()) == (mode == "tune")
+
+
+def test_choices_that_cannot_be_stored_end_no_run(small, monkeypatch):
+    monkeypatch.setattr(tuning, "store", lambda: Path("/proc/nowhere/table").write_text("x"))
+    run = fitted(small("trainer.kernel_choices=tune"))
+    assert "choices are not stored: [Errno 2]" in (run.directory.path / LOG).read_text()
 
 
 @pytest.mark.gpu
