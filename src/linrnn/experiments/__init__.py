@@ -1,2 +1,1 @@
-"""Experiments of many runs: sweeps, the largest batch, the breakdown of memory and time; and the dry run, tuning and
-the doctor."""
+"""Experiments of many runs: sweeps, the largest batch, a step by component; and the dry run and the doctor."""
