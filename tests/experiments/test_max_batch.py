@@ -26,15 +26,15 @@ def line(fixed: float, slope: float) -> Callable[[int], float]:
     return lambda batch: (fixed + slope * batch) * GIB
 
 
-def searched(truth, forecast, gib: float, max_probes: int, *, finishes: bool = False) -> tuple[list[int], Answer]:
-    """The probes of a search and its answer. `finishes`: a probe above the budget ends with its peak, as on a CPU."""
+def searched(truth, forecast, gib: float, max_probes: int) -> tuple[list[int], Answer]:
+    """The probes of a search and its answer."""
     log: list[int] = []
 
     def probe(batch: int) -> Probe:
         log.append(batch)
         peak = int(truth(batch))
         fits = peak <= gib * GIB
-        return Probe(batch, fits, peak if fits or finishes else None, 100.0 if fits else None)
+        return Probe(batch, fits, peak if fits else None, 100.0 if fits else None)
 
     foreseen = None if forecast is None else bisect_right(range(1, 9999), gib * GIB, key=forecast)
     return log, search(probe, foreseen, gib * GIB, max_probes)
