@@ -220,6 +220,14 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
     assert lines[6].endswith(f"; in all {duration(fine.seconds)}")
 
 
+def test_points_without_their_text_cannot_run_here(small, tmp_path):
+    (tmp_path / "my.txt").write_text("some text")
+    own = [override for override in small("loss=standard", "data=text") if "data.n_" not in override]
+    there, absent = foresee([[*own, f"data.path={tmp_path}/{file}"] for file in ("my.txt", "no.txt")])
+    assert there.refusal is None
+    assert f"data.path={tmp_path}/no.txt does not exist" in absent.refusal
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")
 @pytest.mark.usefixtures("quick_points")
 def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch):

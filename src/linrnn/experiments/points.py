@@ -17,7 +17,7 @@ from typing import Any
 
 from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
 from linrnn.config.naming import HORIZON
-from linrnn.config.schema import Config, leaves
+from linrnn.config.schema import Config, TextDataConfig, leaves
 from linrnn.config.steps import ending_at, last_step
 from linrnn.core.errors import ConfigError, DataError, LinrnnError, OutOfMemoryError, UnsupportedError
 from linrnn.distributed.launch import as_first_of, environments
@@ -155,6 +155,7 @@ def _shared_directory(first: Point, second: Point) -> ConfigError:
 
 def _foresee(point: Point) -> Point:
     from linrnn.data import vocabulary_size
+    from linrnn.data.readers import find_files
     from linrnn.experiments.dry_run import seconds_of_run
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
@@ -168,12 +169,15 @@ def _foresee(point: Point) -> Point:
         memory = None if estimate is None else estimate.peak
         total = None if seconds is None else START_SECONDS + seconds
         point = dataclasses.replace(point, memory_bytes=memory, seconds=total)
+        if isinstance(config.data, TextDataConfig):
+            for path in (config.data.path, config.data.valid_path, *(source.path for source in config.data.sources)):
+                _ = path is None or find_files(path, "data.path")  # raises if there is none
         make_training_plan(config)
         check_memory_budget(config.memory_budget_gib, device)
         check_step_fits(plan, arch)
     except OutOfMemoryError:  # the run itself will give this result
         pass
-    except (UnsupportedError, ConfigError) as error:
+    except (UnsupportedError, ConfigError, DataError) as error:
         point = dataclasses.replace(point, refusal=f"{error.cause}; {error.remedy}")
     return point
 
