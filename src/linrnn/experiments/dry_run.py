@@ -123,39 +123,34 @@ def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
     )
     if seconds is None:
         return [*lines, f"  time: {UNKNOWN}"]
-    off = costs.uncertainty(gpu)
-    fast, slow = seconds * (1 - off), seconds * (1 + off)
-    speed = [plan.tokens_per_step / time for time in (slow, fast)]
-    mfu = [
-        costs.mfu(
-            arch,
-            seq_len=trainer.seq_len,
-            tokens_per_second=tokens,
-            device_name=gpu.name,
-            precision=plan.precision,
-            n_devices=plan.world_size,
-        )["mfu"]
-        for tokens in speed
-    ]
-    hours = [time * plan.total_steps * plan.world_size / 3600 for time in (fast, slow)]
+    off, unit = costs.uncertainty(gpu), plan.world_size // config.parallel.data_ranks(plan.world_size)
+    fast, slow, steps = seconds * (1 - off), seconds * (1 + off), plan.total_steps
+    mfu = costs.mfu(
+        arch,
+        seq_len=trainer.seq_len,
+        tokens_per_second=plan.tokens_per_step / seconds,
+        device_name=gpu.name,
+        precision=plan.precision,
+        n_devices=plan.world_size,
+    )["mfu"]
+    hours = [time * steps * plan.world_size / 3600 for time in (fast, slow)]
     price = "; gpu_price=PRICE of an hour gives its price"
     if config.gpu_price is not None:
         price = f", price {hours[0] * config.gpu_price:,.2f} to {hours[1] * config.gpu_price:,.2f}"
-    unit = plan.world_size // config.parallel.data_ranks(plan.world_size)  # sequences that the ranks can share
     batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
     rows = (
         "9 of 10 committed rows of H100 and H200 lie within it"
         if gpu.is_measured
         else "no committed row is of this GPU"
     )
+    digits = 2 if hours[0] >= 0.1 else 4
     return [
         *lines,
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
-        f"  speed          {speed[0]:,.0f} to {speed[1]:,.0f} tokens/s"
-        + ("" if None in mfu else f", MFU {mfu[0]:.0%} to {mfu[1]:.0%}"),
-        f"  the whole run  {duration(fast * plan.total_steps)} to {duration(slow * plan.total_steps)}, "
-        + " to ".join(f"{time:,.{2 if hours[0] >= 0.1 else 4}f}" for time in hours)
-        + f" GPU-hours{price}",
+        f"  speed          {plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
+        + ("" if mfu is None else f", MFU {mfu / (1 + off):.0%} to {mfu / (1 - off):.0%}"),
+        f"  the whole run  {duration(fast * steps)} to {duration(slow * steps)}, "
+        f"{hours[0]:,.{digits}f} to {hours[1]:,.{digits}f} GPU-hours{price}",
         f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={unit * batch}'}, without fragmentation",
         f"  the range of times is {off:.0%}: {rows}",
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
