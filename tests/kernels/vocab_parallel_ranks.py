@@ -101,14 +101,13 @@ def cases(ranks: int) -> list[Spread]:
             spread=chunks | {"stored_rows": 64 * 5 if own else 64, "compiled": not own, "again": own},
         )  # fmt: skip
         options = {"logit_scale": 1.4, "z_loss": 1e-3}
-        add("stored_bias-bf16", rows, **stored, bias=True, options=options, spread=chunks | {"compiled": own})
+        add("stored_bias-bf16", rows, **stored, bias=True, options=options, spread=chunks)
         options = {"z_loss": 1e-3, "reduction": "none"}  # each row's own gradient: one chunk
         add("stored_rows-bf16", rows, **stored, options=options, spread={"stored_rows": 64 * 5, "extras": EXTRAS})
         everything = {"options": PLAIN["everything"], "bias": True, "weights": True}
         add("compiled-fp32", rows, **everything, spread={"extras": EXTRAS, "compiled": True})
     options = {"softcap": 30.0, "logit_scale": 1.4, "z_loss": 1e-3, "reduction": "sum"}
     add("stored_softcap-bf16", **stored | {"peak": 0}, options=options, spread={"stored_rows": 64})
-    add("compiled_mean-bf16", "own", dtype=BF16, spread={"compiled": True})
     add("unequal-bf16", "own", n=5, vocab=97, dtype=BF16, spread={"stored_rows": 64, "unequal": True})
     # losses beyond what the kernels' offset allows for
     add("improbable-bf16", vocab=391, dtype=BF16, peak=-90, spread={"stored_rows": 64})
