@@ -15,14 +15,9 @@ from linrnn.models.attention import with_sdpa
 
 VOCAB = 96
 DENSE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = {
-    **DENSE,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = DENSE | TOKENS | {"num_key_value_heads": 2}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 EXTRA = {
     "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "final_logit_softcapping": 0.5},
@@ -32,16 +27,9 @@ EXTRA = {
     "Cohere2": {"logit_scale": 3.0},
     "Granite": {"logits_scaling": 0.2},
     "Qwen3": {"head_dim": 8},
-    "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "Mixtral": ROUTED | {"num_local_experts": 4},
     "GraniteMoe": {"num_local_experts": 4, "output_router_logits": True, "logits_scaling": 0.2},
-    "Qwen3Moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.5,
-    },
+    "Qwen3Moe": ROUTED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
 }
 MIXERS = {

@@ -26,13 +26,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "RWKV7ForCausalLM": {"use_l2warp": False},  # a criterion replaces FLA's loss together with this penalty
 }
 # These read fuse_cross_entropy in place of fuse_linear_cross_entropy, and call the fused loss in training only.
-OTHER_FLAG = (
-    "KDAForCausalLM",
-    "LogLinearMamba2ForCausalLM",
-    "MomForCausalLM",
-    "PrecondKDAForCausalLM",
-    "YOCOForCausalLM",
-)
+OTHER_FLAG = [f"{name}ForCausalLM" for name in ("KDA", "LogLinearMamba2", "Mom", "PrecondKDA", "YOCO")]
 
 
 def names() -> list[str]:
