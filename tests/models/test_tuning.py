@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 
-from linrnn.core.errors import DataError, UnsupportedError
+from linrnn.core.errors import DataError
 from linrnn.models import tuning
 from linrnn.models.fla_import import import_fla
 from linrnn.models.support import FLA_VERSION
@@ -93,9 +93,7 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     assert read_table("a GPU", "3.7.0", tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"gpu": "a GPU"}', '{"gpu": 1, "triton": 1, "flash-linear-attention": 1, "kernels": 1}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"gpu": "a GPU"}'])
 def test_a_damaged_table_is_named(tmp_path, text):
     table_path("a GPU", "3.6.0", tmp_path).write_text(text)
     with pytest.raises(DataError, match=r"a_gpu-triton_3\.6\.json"):
@@ -142,7 +140,6 @@ def test_stored_tables_fit_the_installed_fla():
         ("stored", 8, 128, [16, 32, 32], "tuned"),
         ("first", 8, 64, [16], "stored"),
         ("first", 8, 128, [16], "first"),
-        ("strict", 8, 64, [16], "stored"),
         ("tune", 8, 64, [16, 32, 32], "tuned"),
     ],
 )
@@ -188,13 +185,6 @@ def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch):
     monkeypatch.setattr(choices, "stored_tables", lambda: [own, table()])
     tuning.use("stored")
     assert call(tuner()) == [16]
-
-
-def test_strict_refuses_what_is_not_stored():
-    tuned = tuner()
-    tuning.use("strict", table())
-    with pytest.raises(UnsupportedError, match=f"no choice is stored for {KERNEL} with B=8 D=128 bfloat16"):
-        call(tuned, width=128)
 
 
 def test_a_configuration_that_the_kernel_lacks_is_not_used():
@@ -245,12 +235,12 @@ def test_long_activities_are_shown_and_short_ones_are_not(monkeypatch):
         with tuning.during("short"):
             pass
         time.sleep(0.1)
-        with tuning.during("step 1"), tuning.during(lambda: "tuning f: configuration 2 of 3"):
+        with tuning.during("step 1"), tuning.during(lambda: "tuning f with 3 configurations"):
             time.sleep(0.3)
 
     lines = lines_during(action)
     assert 2 <= len(lines) <= 6, "about one every 50 ms"
-    assert set(lines) == {"step 1: 0 s so far; tuning f: configuration 2 of 3"}
+    assert set(lines) == {"step 1: 0 s so far; tuning f with 3 configurations"}
 
 
 # --------------------------------------------------------------------------------------------- compilation ahead
@@ -305,12 +295,10 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper, tmp_path):
     assert hopper == both, "the first configuration alone"
     hopper.clear()
     stored = "BLOCK=16 num_warps=4 num_stages=3"
-    tuning.use("strict", Table("a GPU", VERSIONS, {f"{__name__}:add_one": {"N=16 float32": stored}}))
+    tuning.use("stored", Table("a GPU", VERSIONS, {f"{__name__}:add_one": {"N=16 float32": stored}}))
     with tuning.compile_ahead():
         tuned[(1,)](x, N=16)
     assert hopper == both, "the stored configuration alone"
-    with pytest.raises(UnsupportedError, match="strict"), tuning.compile_ahead():
-        tuned[(1,)](x, N=32)
     assert not x.any()
 
 

@@ -330,7 +330,7 @@ class TrainerConfig:
     resume: str = choice("auto (continue an existing run) | never (move it aside) | must (fail without one)")
     warmup_measurement_steps: int = option(5, "first steps of a process, in no figure of speed or memory", minimum=0)
     kernel_choices: str = choice(
-        "FLA's tiles: stored (missing ones tuned) | first (not tuned) | strict (an error) | tune (all, and store them)"
+        "FLA's tiles: stored (missing ones tuned) | first (not tuned) | tune (all, and store them)"
     )
     profile_steps: int = option(0, "steps after the warm-up to trace with torch.profiler; in no figure", minimum=0)
     memory_snapshot: bool = option(False, "true: record every CUDA allocation, for pytorch.org/memory_viz")

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.util
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 
-from linrnn.core.errors import UnsupportedError
 from linrnn.models.tuning.exclusions import without_excluded
 from linrnn.models.tuning.progress import during
 from linrnn.models.tuning.table import TABLES, Table, read_table, read_tables
@@ -37,7 +35,6 @@ class _Process:
     mode: str = "stored"
     tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those that the GPU can use
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
-    tuning_seconds: float = 0.0
     rehearsed: "list[tuple[Choices, Any]] | None" = None  # what a rehearsal has chosen; None: there is no rehearsal
 
 
@@ -50,21 +47,13 @@ def adopt() -> None:
     fla = [module for name, module in [*sys.modules.items()] if name.startswith("fla.")]
     if not fla or importlib.util.find_spec("triton") is None:
         return
-    from triton.runtime import KernelInterface
+    from triton.runtime import Autotuner, KernelInterface
 
     for kernel in [value for module in fla for value in [*vars(module).values()] if isinstance(value, KernelInterface)]:
-        if (tuner := tuner_of(kernel)) is not None and not isinstance(tuner.cache, Choices):
-            Choices(tuner)
-
-
-def tuner_of(kernel: Any) -> Any:
-    """The autotuner of a kernel, which may lie within other decorators; None: it has none."""
-    from triton.runtime import Autotuner
-
-    while not isinstance(kernel, Autotuner):
-        if (kernel := getattr(kernel, "fn", None)) is None:
-            return None
-    return kernel
+        while kernel is not None and not isinstance(kernel, Autotuner):  # it may lie within other decorators
+            kernel = getattr(kernel, "fn", None)
+        if kernel is not None and not isinstance(kernel.cache, Choices):
+            Choices(kernel)
 
 
 class Choices(dict[tuple[Any, ...], Any]):
@@ -77,7 +66,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         super().__init__()
         self.tuner, self._left_out_by_fla = tuner, tuner.early_config_prune
         self.kernel = f"{tuner.base_fn.__module__}:{tuner.base_fn.__qualname__}"
-        self._candidates = self._tried = 0  # configurations that the current tuning compares, and those that it began
+        self._candidates = 0  # configurations that the current tuning compares
         tuner.cache, tuner.early_config_prune, tuner.do_bench = self, self._usable, self._measure
         _all.add(self)
 
@@ -86,7 +75,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         usable = self._left_out_by_fla(configs, nargs, **kwargs) if self._left_out_by_fla else configs
         usable = without_excluded(self.kernel, {**nargs, **kwargs}, usable)
         usable = usable[:1] if _process.mode == "first" else usable
-        self._candidates, self._tried = len(usable), 0
+        self._candidates = len(usable)
         return usable
 
     def _measure(self, call: Callable[[], None], quantiles: Sequence[float]) -> Sequence[float]:
@@ -97,13 +86,8 @@ class Choices(dict[tuple[Any, ...], Any]):
             return [0.0] * len(quantiles)  # there is nothing to compare
         from triton.testing import do_bench
 
-        self._tried += 1
-        name, began = self.kernel.rpartition(":")[2], time.monotonic()
-        try:
-            with during(f"tuning {name}: configuration {self._tried} of {self._candidates}"):
-                return do_bench(call, warmup=10, rep=40, quantiles=quantiles)  # type: ignore[return-value]
-        finally:
-            _process.tuning_seconds += time.monotonic() - began
+        with during(f"tuning {self.kernel.rpartition(':')[2]} with {self._candidates} configurations"):
+            return do_bench(call, warmup=10, rep=40, quantiles=quantiles)  # type: ignore[return-value]
 
     def __contains__(self, key: object) -> bool:
         # at every launch: super() would take twice as long
@@ -121,27 +105,17 @@ class Choices(dict[tuple[Any, ...], Any]):
         _process.used.setdefault(self.kernel, {})[key_text(self.tuner, key)] = (config_text(config), source)
 
     def _take_stored(self, key: Any) -> bool:
-        """Use the stored configuration for a key; False if there is none that this kernel still has.
-
-        Raises:
-            UnsupportedError: there is none, and `trainer.kernel_choices=strict`.
-        """
+        """Use the stored configuration for a key; False if there is none that this kernel still has."""
         if _process.mode == "tune":
             return False
         text = key_text(self.tuner, key)
         usable = without_excluded(self.kernel, named_sizes(self.tuner, key), self.tuner.configs)
+        by_text = {config_text(config): config for config in usable}
         for table in stored_tables() if _process.tables is None else _process.tables:
-            if (found := table.find(self.kernel, text)) is None:
-                continue
-            config = {config_text(config): config for config in usable}.get(found[1])
-            if config is not None:
-                self._take(key, config, STORED if found[0] == text else NEAR)
+            found = table.find(self.kernel, text)
+            if found is not None and found[1] in by_text:
+                self._take(key, by_text[found[1]], STORED if found[0] == text else NEAR)
                 return True
-        if _process.mode == "strict":
-            raise UnsupportedError(
-                f"trainer.kernel_choices=strict: no choice is stored for {self.kernel} with {text}",
-                "use trainer.kernel_choices=stored or first, which need none, or tune, which stores one",
-            )
         return False
 
 
@@ -172,13 +146,11 @@ def use(mode: str, table: Table | None = None) -> None:
 
     Args:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `first`: from the table; kernels
-            without a stored choice run in their first configuration. `strict`: from the table; a kernel without a
-            choice is an error. `tune`: all are tuned.
+            without a stored choice run in their first configuration. `tune`: all are tuned.
         table: the autotune cache; None: all that this machine's GPU can use (:func:`stored_tables`).
     """
     adopt()
-    tables = None if table is None else (table,)
-    _process.mode, _process.tables, _process.used, _process.tuning_seconds = mode, tables, {}, 0.0
+    _process.mode, _process.tables, _process.used = mode, None if table is None else (table,), {}
     for choices in _all:
         choices.clear()
 
@@ -208,12 +180,10 @@ def remark() -> str | None:
     line = f"autotune cache {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
     if now[FIRST]:
         line += f", {now[FIRST]} in their first configuration"
-    if not now[TUNED]:
-        return f"{line}, none tuned here"
-    tuned = {kernel for kernel, keys in _process.used.items() if any(source == TUNED for _, source in keys.values())}
-    names = ", ".join(sorted(kernel.rpartition(":")[2] for kernel in tuned))
     return (
-        f"{line}, {now[TUNED]} tuned here in {_process.tuning_seconds:.0f} s ({names}); kernel_choices=tune stores them"
+        f"{line}, {now[TUNED]} tuned here; kernel_choices=tune stores them"
+        if now[TUNED]
+        else f"{line}, none tuned here"
     )
 
 
@@ -269,8 +239,6 @@ def named_sizes(tuner: Any, key: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def config_text(config: Any) -> str:
-    """A configuration as words: `BT=32 num_warps=4 num_stages=3`."""
+    """A configuration as words: `BT=32 num_warps=4 num_stages=3`. FLA sets nothing else."""
     words = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    unusual = {"num_ctas": (config.num_ctas, 1), "maxnreg": (config.maxnreg, None)}
-    words |= {name: value for name, (value, usual) in unusual.items() if value != usual}
     return " ".join(f"{name}={value}" for name, value in words.items())

@@ -1,6 +1,6 @@
 """A line now and then in what takes long, with the kernel that is tuned or compiled at the moment.
 
-`step 1: 41 s so far; tuning f: configuration 12 of 30`, or `evaluated 3 of 90 batches: 20 s so far; compiling f`.
+`step 1: 41 s so far; tuning f with 30 configurations`, or `evaluated 3 of 90 batches: 20 s so far; compiling f`.
 """
 
 import contextlib

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from linrnn.core.errors import DataError
 from linrnn.core.files import read_object, write_json
 from linrnn.core.machine import slug
 
@@ -103,12 +102,8 @@ def read_file(path: Path) -> Table:
         DataError: the file is damaged.
     """
     content: dict[str, Any] = read_object(path, ("gpu", "triton", "flash-linear-attention", "kernels"))
-    kernels = content["kernels"]
-    if not isinstance(kernels, dict) or not all(isinstance(entries, dict) for entries in kernels.values()):
-        remedy = "delete it, and make it again with trainer.kernel_choices=tune"
-        raise DataError(f"{path}: `kernels` does not map kernels to choices", remedy)
     versions = {name: content[name] for name in ("triton", "flash-linear-attention")}
-    return Table(content["gpu"], versions, kernels, content.get(CAPABILITY))
+    return Table(content["gpu"], versions, content["kernels"], content.get(CAPABILITY))
 
 
 def _minor(version: str) -> str:
