@@ -230,8 +230,6 @@ class Bench:
                 common.failed(row, error)
             else:
                 self.entries.append(Entry(row, loss))
-                if remark := loss.remark(row.n, row.d, row.v, problem.compute_dtype):
-                    say(f"  {remark}")
             problem.clear_gradients()
             done = row.reason or f"errors and memory in {time.perf_counter() - begin:.1f} s"
             say(f"  {row.label}: {done}")

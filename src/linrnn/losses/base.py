@@ -117,16 +117,6 @@ class LossBackend(ABC):
         """
         raise NotImplementedError(f"loss={self.config.name} is not vocabulary-parallel")
 
-    def remark(self, n_tokens: int, d: int, vocab: int, dtype: torch.dtype) -> str | None:
-        """A line for the run's log about how this loss computes its steps; None if there is nothing to say.
-
-        Args:
-            n_tokens: of a micro-step on this rank.
-            d, vocab: sizes of the whole head.
-            dtype: the compute dtype.
-        """
-        return None
-
     def __call__(
         self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, products_in: torch.dtype | None = None
     ) -> LossOutput:

@@ -101,26 +101,16 @@ def over_shards(loss: LossConfig) -> LossConfig:
 
 def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
     """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
-    from cce_kernels.planner import COLUMN_MULTIPLE  # imports torch: 2 s
+    from cce_kernels.planner import COLUMN_MULTIPLE, WorkspaceTooSmall, plan  # imports torch: 2 s
 
-    if (chosen := _plan(*_planned(loss, n_tokens, d, vocab, compute))) is None:
+    try:
+        chosen = plan(*_planned(loss, n_tokens, d, vocab, compute))
+    except WorkspaceTooSmall:  # a call refuses
         return Scheme(0, COLUMN_MULTIPLE, filters(loss))
     return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filters(loss) and not chosen.exact)
 
 
-def _plan(*planned: Any) -> Any:
-    """The planner's choice; None: the workspace is too small, and a call refuses."""
-    from cce_kernels.planner import WorkspaceTooSmall, plan
-
-    try:
-        return plan(*planned)
-    except WorkspaceTooSmall:
-        return None
-
-
-def _planned(
-    loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int, multiprocessors: int = MULTIPROCESSORS
-) -> tuple:
+def _planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple:
     """The planner's arguments: problem, multiprocessors, options."""
     import torch
     from cce_kernels.options import Options
@@ -130,7 +120,7 @@ def _planned(
     problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
     keys = ["accumulate", "workspace_mib", "z_loss", "softcap", "label_smoothing"]
     keys += ["filter_eps", "filter_unbiased", "filter_c", "filter_if_faster"] if filters(loss) else []
-    return problem, multiprocessors, Options(**{key: getattr(loss, key) for key in keys})
+    return problem, MULTIPROCESSORS, Options(**{key: getattr(loss, key) for key in keys})
 
 
 def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
@@ -233,7 +223,7 @@ class CceKahan(LossBackend):
 class CceFilter(CceKahan):
     """cce_kahan with a gradient filter: small entries are estimated from a sample, or dropped (harms pretraining).
 
-    A step is exact where the filter would not be faster, unless `filter_if_faster` is false. The log then says so.
+    A step is exact where the filter would not be faster, unless `filter_if_faster` is false.
 
     Its statistics are the share of kept entries, whether the call was exact (1 or 0), and the mean, 99th percentile and
     maximum of a row's dropped softmax mass. They are device scalars: NaN until the backward pass fills them in.
@@ -262,23 +252,3 @@ class CceFilter(CceKahan):
         keys = ("filter_eps", "filter_unbiased", "filter_c", "filter_mass", "filter_if_faster")
         options = {key: getattr(self.config, key) for key in keys}
         return self._call(hidden_ND, weight_VD, labels_N, return_stats=True, **options)
-
-    def remark(self, n_tokens: int, d: int, vocab: int, dtype: torch.dtype) -> str | None:
-        """A line that says so if `filter_if_faster` makes every step exact."""
-        from cce_kernels.backends import without_kernels
-        from cce_kernels.runtime.devices import properties
-
-        config = self.config
-        if not filters(config) or not config.filter_if_faster:
-            return None
-        if self._spread:
-            return "loss=cce_filter computes every step exactly: the ranks share the vocabulary"
-        if without_kernels(self.device):
-            why = f"{self.device.type} has no kernels, and without them a filter is never faster"
-        else:
-            sizes = n_tokens, d, vocab, dtype.itemsize, properties(self.device).multiprocessors
-            chosen = _plan(*_planned(config, *sizes))
-            if chosen is None or not chosen.exact:
-                return None
-            why = f"a filter would not be faster on {n_tokens:,} tokens x {d:,} dimensions x {vocab:,} of vocabulary"
-        return f"loss=cce_filter computes every step exactly: {why}; loss.filter_if_faster=false filters all the same"

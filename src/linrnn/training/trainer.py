@@ -112,8 +112,6 @@ class Trainer:
         if (plain := config.loss.plain()) != config.loss:
             self._valid_loss = build_loss(plain, device=self.device, vocabulary=vocabulary)
         self.model.set_softcap(config.loss.softcap)
-        tokens = self.plan.sequences_of_rank * trainer.seq_len
-        self._notes.append(self.loss.remark(tokens, arch.hidden_size, arch.vocab_size, compute))
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.parameters = list(self.model.parameters())
         self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
