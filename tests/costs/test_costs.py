@@ -37,7 +37,7 @@ from linrnn.losses.liger import LigerLossConfig
 from linrnn.losses.torch_native import TorchNativeLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
-from linrnn.models.facts import facts_of
+from linrnn.models.facts import completed, matched
 from linrnn.training.plan import Plan
 
 GIB, MIB = 2**30, 2**20
@@ -51,11 +51,12 @@ APPLE = {name: CceAppleLossConfig("cce_apple", name) for name in ("cce", "cce_ka
 KAHAN = CceKahanLossConfig("cce_kahan", "kahan", None)
 IF_FASTER = CceFilterLossConfig("cce_filter", "kahan", None, 2.0**-12, True, None)
 FILTER = replace(IF_FASTER, filter_if_faster=False)
-TINY = Architecture("gla", "tiny", 3, 64, 4, 16, 32, 96, 500, True, None)
+TINY = Architecture("gla", "gla", "tiny", 3, 64, 500, True, 4, 16, 32, 96)
 
 
 def tiny(model: str, **changes: Any) -> Architecture:
-    return replace(TINY, model=model, **({"head_v_dim": 16} if model == "transformer" else {}) | changes)
+    heads = {"head_v_dim": 16} if model == "transformer" else {}
+    return completed(replace(TINY, model=model, kind=model, **heads | changes))
 
 
 @cache
@@ -161,7 +162,7 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     block = language_model.blocks[0]
     linears = {name: module for name, module in block.attn.named_modules() if isinstance(module, nn.Linear)}
     sides = sorted((module.in_features, module.out_features) for module in linears.values())
-    assert sorted(facts_of(model).flops.projections(arch)) == sides
+    assert sorted(matched(model).projections(arch)) == sides
     with FlopCounterMode(display=False) as counter:
         language_model(torch.randint(0, 500, (2, 65))) @ language_model.head_weight.T
     counts = {name: sum(by_operation.values()) for name, by_operation in counter.get_flop_counts().items()}

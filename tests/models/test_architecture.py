@@ -39,28 +39,16 @@ def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(s
 @pytest.mark.parametrize("model", MODELS)
 def test_formulas_count_the_parameters_of_the_built_modules_exactly(model, size):
     """Built on torch's meta device, so that the largest model needs no memory."""
-    import torch
+    from linrnn.models.fla_any import build_hf
 
-    from linrnn.models.attention import with_sdpa
-    from linrnn.models.build import fla_config
-    from linrnn.models.fla_import import fla_classes
-
+    model_config, size_config = load(model, size)
     for tied in (True, False):
-        arch = dataclasses.replace(architecture(model, size), tie_embeddings=tied)
-        with torch.device("meta"):
-            hf = with_sdpa(fla_classes(model)[0])(fla_config(dataclasses.replace(arch, num_layers=2)))
-        hf.tie_weights()
-        layer = hf.model.layers[0]
-
-        def count(module: torch.nn.Module) -> int:
-            return sum(parameter.numel() for parameter in module.parameters())
-
-        assert count(layer.attn) == arch.mixer_parameters
-        assert count(layer.mlp) == arch.mlp_parameters
-        assert 2 * arch.num_layers * count(layer.attn_norm) + count(hf.model.norm) == arch.norm_parameters
-        assert count(hf.model.embeddings) == arch.embedding_parameters
-        assert count(hf) == dataclasses.replace(arch, num_layers=2).n_parameters
-        assert layer.mlp.intermediate_size == arch.intermediate_size
+        arch = resolve(model_config, dataclasses.replace(size_config, num_layers=2, tie_embeddings=tied), 512)
+        hf = build_hf(arch.kind, arch.settings, "meta")
+        counts = [
+            sum(p.numel() for p in part.parameters()) for part in (hf, hf.model.layers[0].attn, hf.model.layers[0].mlp)
+        ]
+        assert counts == [arch.n_parameters, arch.mixer_parameters, arch.mlp_parameters]
 
 
 def test_sizes_are_what_they_are_called():

@@ -12,10 +12,8 @@ from linrnn.config.fla import fla_models
 from linrnn.core.errors import LinrnnError
 from linrnn.models import build_model, cpu_ops
 from linrnn.models.architecture import MODELS, Architecture, resolve
-from linrnn.models.attention import with_sdpa
-from linrnn.models.build import Part, fla_config
-from linrnn.models.fla_any import FlaArchitecture, build_hf
-from linrnn.models.fla_import import fla_classes
+from linrnn.models.build import Part
+from linrnn.models.fla_any import build_hf
 
 UNLIKELY = 5.5  # standard errors: one in thirty million
 
@@ -28,9 +26,7 @@ def architecture(*overrides: str) -> Architecture:
 def constructed(arch: Architecture, seed: int) -> dict[str, Tensor]:
     """The parameters of a model that FLA's constructor made as a whole."""
     torch.manual_seed(seed)
-    if isinstance(arch, FlaArchitecture):
-        return dict(build_hf(arch.fla, arch.settings, "cpu").named_parameters())
-    return dict(with_sdpa(fla_classes(arch.model)[0])(fla_config(arch)).named_parameters())
+    return dict(build_hf(arch.kind, arch.settings, "cpu").named_parameters())
 
 
 def by_kind(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,9 +91,8 @@ def test_buffers_hold_what_fla_s_constructor_gives_them(monkeypatch):
     monkeypatch.setattr(cpu_ops, "check_model", lambda kind: None)
     for name, count in (("transformer", 2), ("retnet", 2), ("mamba3", 2)):
         arch = architecture("model=fla", f"model.config={name}")
-        assert isinstance(arch, FlaArchitecture)
         ours = dict(build_model(arch, device="cpu").hf.named_buffers())
-        theirs = dict(build_hf(arch.fla, arch.settings, "cpu").named_buffers())
+        theirs = dict(build_hf(arch.kind, arch.settings, "cpu").named_buffers())
         assert ours.keys() == theirs.keys()
         assert len(ours) == count
         assert all(torch.equal(buffer, theirs[key]) for key, buffer in ours.items())

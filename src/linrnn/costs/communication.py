@@ -67,8 +67,6 @@ def communication(
         within["head"] = _gathered((compute + FP32) * matrix, ranks)
     within = {name: micro_steps * size for name, size in within.items()}
     if isinstance(optimizer, MuonConfig):
-        if arch.matrices is None:
-            return None
         within["updates"] = _gathered(BF16 * sum(rows * columns for rows, columns in arch.matrices), ranks)
     return within | {name: size for name, size in across.items() if size}
 

@@ -64,16 +64,13 @@ def _scan(arch: Architecture, seq_len: int, *, usual: bool) -> int | None:
     Args:
         usual: attention counts all pairs that a window leaves, as for `mfu_6n`, and not the causal ones alone.
     """
-    own, of_token = facts_of(arch.kind).flops, arch.recurrence_flops
     native = arch.num_layers - len(arch.attention_windows)
-    if own is not None and arch.head_k_dim:
-        of_token = arch.num_heads * (own.usual if usual else own.definition)(arch, seq_len)
-    if native and of_token is None:
+    if native and arch.recurrence_flops is None:
         return None
     windows = [min(window or seq_len, seq_len) for window in arch.attention_windows]
     pairs = sum(window * seq_len if usual else window * seq_len - window * (window - 1) // 2 for window in windows)
     # Queries times keys and scores times values: 2 products of `hidden_size` elements a pair, over all heads.
-    return native * seq_len * (of_token or 0) + pairs * 4 * arch.hidden_size
+    return native * seq_len * (arch.recurrence_flops or 0) + pairs * 4 * arch.hidden_size
 
 
 def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
@@ -115,16 +112,14 @@ def mfu(
     return {"mfu": share(model_flops(arch, 1, seq_len)), "mfu_6n": share(model_flops_6n(arch, 1, seq_len))}
 
 
-def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int | None:
-    """FLOPs of the matrix products in one update: Muon's Newton-Schulz iterations; None: no formulas.
+def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int:
+    """FLOPs of the matrix products in one update: Muon's Newton-Schulz iterations.
 
     An iteration on a matrix of m by n, m <= n, has three products: X Xᵀ (2 m² n), its square (2 m³), and the result
     times X (2 m² n).
     """
     if not isinstance(optimizer, MuonConfig):
         return 0
-    if arch.matrices is None:
-        return None
     sides = [sorted(matrix) for matrix in arch.matrices]
     return optimizer.ns_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 
@@ -177,8 +172,8 @@ def kernel_flops(
         vocabulary_ranks: number of ranks that share the vocabulary. The FLOPs are one rank's.
     """
     forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
-    mixer = facts_of(arch.model).flops
-    if forward is None or update is None or mixer is None:
+    mixer = facts_of(arch.model).mixer
+    if forward is None or mixer is None:
         return None
     tokens = n_sequences * seq_len
     mixed = tokens * arch.num_layers * arch.num_heads

@@ -76,7 +76,7 @@ def training_state(
     parameters = kept * arch.n_parameters // shard_ranks
     moments = 0 if optimizer is None else 2 * arch.n_parameters
     if isinstance(optimizer, MuonConfig):
-        moments -= sum(rows * columns for rows, columns in arch.matrices or [])
+        moments -= sum(rows * columns for rows, columns in arch.matrices)
     return {"parameters": parameters, "gradients": parameters, "optimizer": kept * moments // shard_ranks}
 
 
@@ -93,7 +93,8 @@ def gathered_bytes(model: str, precision: str) -> int | None:
     """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
     if precision != "bf16_autocast":
         return BF16 if precision == "bf16" else FP32
-    return {True: FP32, False: BF16, None: None}[facts_of(model).keeps_fp32]
+    mixer = facts_of(model).mixer
+    return {True: FP32, False: BF16, None: None}[mixer.keeps_fp32 if mixer else None]
 
 
 def memory_estimate(
@@ -127,11 +128,11 @@ def memory_estimate(
     kept, compute = BF16 if precision == "bf16" else FP32, FP32 if precision == "fp32" else BF16
     autocast, tokens, layers, d = precision == "bf16_autocast", batch_size * seq_len, arch.num_layers, arch.hidden_size
     sharded, shards = shard_ranks > 1, shard_ranks if by_vocabulary else 1  # shards of the vocabulary
-    facts = facts_of(arch.model)
+    mixing = facts_of(arch.model).mixer
     gathered = gathered_bytes(arch.model, precision) if sharded else 0
     rows, loss_tokens = -(-arch.vocab_size // shards), shards * tokens
     of_loss = loss_memory(over_shards(loss) if shards > 1 else loss, loss_tokens, d, rows, compute)
-    if facts.memory is None or facts.flops is None or gathered is None or of_loss is None:
+    if mixing is None or mixing.linears is None or gathered is None or of_loss is None:
         return None
     state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer)
 
@@ -140,11 +141,11 @@ def memory_estimate(
     # layer of the mixer then saves its own cast of the norm's output, otherwise they share one. Attention's output is
     # o_proj's input. A gated norm saves its two inputs and its output.
     width = arch.intermediate_size
-    inputs, outputs = d * (facts.memory.linears if autocast else 1), arch.value_dim * (3 if facts.memory.gated else 1)
-    of_mixer = compute * (inputs + outputs) + facts.memory.scan(arch, seq_len, compute)
+    inputs, outputs = d * (mixing.linears if autocast else 1), arch.value_dim * (3 if mixing.gated else 1)
+    of_mixer = compute * (inputs + outputs) + mixing.saved(arch, seq_len, compute)
     of_mlp = compute * (d + 2 * width)  # input, gate and up; the product of gate and up is computed again
     of_norm = kept * d
-    mixer_results = compute * sum(columns for _, columns in facts.flops.projections(arch))
+    mixer_results = compute * sum(columns for _, columns in mixing.projections(arch))
     mlp_results = compute * (2 * width + d)
     # What the MLP's backward pass holds in addition: dz, dgate, dup, the output of swiglu, and the residual stream's
     # gradient. The mixer's, by when the MLP is freed, holds no more.

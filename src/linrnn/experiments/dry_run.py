@@ -46,13 +46,14 @@ def print_forecast(config: Config) -> None:
 def _run(plan: Plan, arch: Architecture) -> list[str]:
     config = plan.config
     where = costs.GPUS[config.gpu].name if config.gpu else plan.device.type
+    heads = f"{arch.num_heads} heads of {arch.head_k_dim} (keys) and {arch.head_v_dim} (values), "
+    heads = f"{heads}MLP {arch.intermediate_size}, " if arch.matched else ""
     return [
         f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {where}",
         f"  would be written to {Path(config.results_dir) / config.group / run_name(config, plan.world_size)}",
         f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
         f"{plan.total_steps * plan.tokens_per_step:,} in all",
-        f"  {arch.num_layers} layers, width {arch.hidden_size}, {arch.num_heads} heads of {arch.head_k_dim} (keys) and "
-        f"{arch.head_v_dim} (values), MLP {arch.intermediate_size}, vocabulary {arch.vocab_size:,}",
+        f"  {arch.num_layers} layers, width {arch.hidden_size}, {heads}vocabulary {arch.vocab_size:,}",
         "",
         f"parameters  {arch.n_parameters:,} ({'tied' if arch.tie_embeddings else 'untied'} embeddings)",
         f"  body       {arch.body_parameters:,}",

@@ -11,7 +11,7 @@ from dataclasses import replace
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
 from linrnn.config.schema import FlaModelConfig, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
-from linrnn.models.facts import Architecture, bare_architecture, matched, matched_models
+from linrnn.models.facts import Architecture, bare_architecture, completed, matched, matched_models
 from linrnn.models.fla_any import resolve_fla
 
 __all__ = ["MODELS", "Architecture", "resolve"]
@@ -33,17 +33,17 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"size={size.name} gives no heads for model={model.name}",
             f"add size.mixers.{model.name}, or use one of {', '.join(size.mixers)}",
         )
-    bare = bare_architecture(model.name, size, vocab_size)
-    bare = replace(bare, chunk_size=model.chunk_size)
-    matched(model.name).check(bare)
+    bare, mixer = bare_architecture(model.name, size, vocab_size, model.chunk_size), matched(model.name)
+    mixer.check(bare)
     d = size.hidden_size
     unit = max(8, d // 128 * 8)
-    left = size.layer_parameters_per_d2 * d**2 - bare.mixer_parameters
+    parameters = mixer.parameters(bare)
+    left = size.layer_parameters_per_d2 * d**2 - parameters
     width = round(left / (3 * d * unit)) * unit
     if width < unit:
         raise ConfigError(
-            f"size={size.name}: {model.name} mixers of {bare.mixer_parameters / d**2:.2f} d² parameters "
+            f"size={size.name}: {model.name} mixers of {parameters / d**2:.2f} d² parameters "
             f"leave no MLP within {size.layer_parameters_per_d2:g} d² per layer",
             f"lower size.mixers.{model.name}'s heads or raise size.layer_parameters_per_d2",
         )
-    return replace(bare, intermediate_size=width)
+    return completed(replace(bare, intermediate_size=width))

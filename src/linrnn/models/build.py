@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
-from linrnn.models.attention import with_sdpa
-from linrnn.models.facts import matched
-from linrnn.models.fla_any import FlaArchitecture, backbone_of, build_hf
-from linrnn.models.fla_import import fla_classes
+from linrnn.models.fla_any import backbone_of, build_hf
 from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
 
 NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
@@ -100,7 +97,7 @@ class BlankModel:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
         cpu_ops.prepare(arch.kind, device)
-        hf = fla_model(arch)
+        hf = build_hf(arch.kind, arch.settings, "meta")
         self.part, self._device = part or WHOLE, device
         self._makers = dict(_makers(hf))
         _replace_parameters(hf, dtype, torch.device("meta") if part else device)
@@ -200,27 +197,3 @@ def _replace_parameters(hf: Any, dtype: torch.dtype, device: torch.device) -> No
                 if hasattr(parameter, NO_WEIGHT_DECAY):
                     setattr(blanks[id(parameter)], NO_WEIGHT_DECAY, True)
             module._parameters[own_name] = blanks[id(parameter)]
-
-
-def fla_model(arch: Architecture) -> Any:
-    """FLA's model on the meta device: its tensors have no memory."""
-    if isinstance(arch, FlaArchitecture):
-        return build_hf(arch.fla, arch.settings, "meta")
-    with torch.device("meta"):
-        hf = with_sdpa(fla_classes(arch.model)[0])(fla_config(arch))
-    hf.tie_weights()
-    return hf
-
-
-def fla_config(arch: Architecture) -> Any:
-    """FLA's configuration. Settings not named here keep FLA's default (initializer_range 0.02, norm_eps 1e-6)."""
-    shared = {
-        "hidden_size": arch.hidden_size,
-        "num_hidden_layers": arch.num_layers,
-        "num_heads": arch.num_heads,
-        "intermediate_size": arch.intermediate_size,
-        "vocab_size": arch.vocab_size,
-        "tie_word_embeddings": arch.tie_embeddings,
-        "use_cache": False,
-    }
-    return fla_classes(arch.model)[1](**shared, **matched(arch.model).settings(arch))

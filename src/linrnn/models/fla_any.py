@@ -7,8 +7,6 @@ FLOPs follow from the linear layers and, where the model's facts have one, from 
 import functools
 import inspect
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,71 +24,7 @@ from linrnn.models.fla_import import fla_classes
 DECIDED_HERE = ("use_cache", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp")
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Parameters of a built model.
-
-    Attributes:
-        all: of the whole model; a tied embedding counts once.
-        mixers, mlps: of all layers' mixers and MLPs.
-        mixer_linears, mlp_linears: of these the weights of linear layers, each of which takes every token once.
-        matrices: (rows, columns) of every matrix of the layers that Muon trains.
-    """
-
-    all: int
-    mixers: int
-    mlps: int
-    mixer_linears: int
-    mlp_linears: int
-    matrices: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class FlaArchitecture(Architecture):
-    """A model of FLA's. Its `model` is no name of facts, so that no formula of a matched model is used for it.
-
-    Attributes:
-        fla: FLA's `model_type`.
-        settings: JSON of the arguments of FLA's configuration.
-        counts: its parameters.
-    """
-
-    fla: str
-    settings: str
-    counts: Counts
-
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        return list(self.counts.matrices)
-
-    @property
-    def linears(self) -> tuple[int, int]:
-        return self.counts.mixer_linears, self.counts.mlp_linears
-
-    @property
-    def kind(self) -> str:
-        return self.fla
-
-    @property
-    def mixer_parameters(self) -> int:
-        """The mean over layers, rounded down."""
-        return self.counts.mixers // self.num_layers
-
-    @property
-    def mlp_parameters(self) -> int:
-        """The mean over layers, rounded down."""
-        return self.counts.mlps // self.num_layers
-
-    @property
-    def body_parameters(self) -> int:
-        return self.counts.all - self.embedding_parameters * (1 if self.tie_embeddings else 2)
-
-    @property
-    def n_parameters(self) -> int:
-        return self.counts.all
-
-
-def resolve_fla(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> FlaArchitecture:
+def resolve_fla(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> Architecture:
     """The architecture of FLA's model at `size`. It is built once without weights, to count its parameters.
 
     Raises:
@@ -122,9 +56,8 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
         "use_cache": False,
     }
     own = facts_of(model.config)
-    if own.matched and model.config in size.mixers:
-        bare = bare_architecture(model.config, size, vocab_size)
-        settings |= {"num_heads": bare.num_heads, **own.matched.settings(bare)}
+    if own.mixer and model.config in size.mixers:
+        settings |= own.mixer.settings(bare_architecture(model.config, size, vocab_size))
     elif heads is not None:
         by_heads = {"num_heads": heads, "head_dim": size.hidden_size // heads, **own.sized(size.hidden_size, heads)}
         settings |= {key: value for key, value in by_heads.items() if key in allowed}
@@ -182,39 +115,28 @@ def _fields(name: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=32)
-def _built(name: str, settings: str, size: str) -> FlaArchitecture:
+def _built(name: str, settings: str, size: str) -> Architecture:
     hf = build_hf(name, settings, "meta")
     config, backbone = hf.config, backbone_of(hf)
     _check_structure(name, hf, backbone)
-    mixers = [module for block in backbone.layers for module in mixer_modules(block)]
+    mixers: list[Any] = [module for block in backbone.layers for module in mixer_modules(block)]
     mlps = [module for block in backbone.layers for module in mlp_modules(block)]
-    hf.tie_weights()
-    counts = Counts(
-        all=_numel(hf.parameters()),
-        mixers=sum(_numel(module.parameters()) for module in mixers),
-        mlps=sum(_numel(module.parameters()) for module in mlps),
-        mixer_linears=_linears(mixers),
-        mlp_linears=_linears(mlps),
-        matrices=tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
-    )
-    attn = getattr(config, "attn", None)
-    specs = attn if isinstance(attn, list) else [attn] if attn else []
-    heads = facts_of(name).state(config) or (getattr(config, "num_heads", None) or 0, 0, 0)
-    return FlaArchitecture(
-        f"fla:{name}",
-        size,
-        config.num_hidden_layers,
-        config.hidden_size,
-        *heads,
-        getattr(mlps[0], "intermediate_size", 0) if mlps else 0,
-        config.vocab_size,
-        config.tie_word_embeddings,
-        None,
-        fla=name,
+    ends = {hf.lm_head.weight, *backbone.embeddings.parameters()}
+    plain = not getattr(config, "attnres_block_size", None)  # without residuals over several layers
+    return Architecture(
+        model=f"fla:{name}",
+        kind=name,
+        size=size,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        tie_embeddings=config.tie_word_embeddings,
         settings=settings,
-        counts=counts,
+        body_parameters=sum(parameter.numel() for parameter in {*hf.parameters()} - ends),
+        linears=(_linears(mixers), _linears(mlps)),
+        matrices=tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
         recurrence_flops=facts_of(name).recurrence(config),
-        attention_windows=tuple(spec.get("window_size") for spec in specs for _ in spec["layers"]),
+        attention_windows=tuple(m.window_size for m in mixers if type(m).__name__ == "Attention" and plain),
     )
 
 
@@ -283,10 +205,6 @@ def reads_documents(backbone: Any) -> bool:
 def _passes(module: nn.Module) -> bool:
     parameters = inspect.signature(type(module).forward).parameters
     return "cu_seqlens" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _numel(parameters: Iterator[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _linears(modules: list[nn.Module]) -> int:

@@ -14,7 +14,6 @@ from linrnn.data import Batch
 from linrnn.models.chunk_size import set_chunk_size
 from linrnn.models.facts import Architecture, facts_of
 from linrnn.models.fla_any import (
-    FlaArchitecture,
     backbone_of,
     final_norm_of,
     mixer_modules,
@@ -79,7 +78,7 @@ class LanguageModel(nn.Module):
         backbone = self._compiled_backbone or self.backbone
         if cu_seqlens is None:
             return backbone(input_ids=input_ids_BT, **options)[0]
-        if isinstance(self.arch, FlaArchitecture) and not reads_documents(self.backbone):
+        if not self.arch.matched and not reads_documents(self.backbone):
             raise ConfigError(
                 f"data.reset_at_document=true: FLA's {self.arch.kind} cannot keep documents of one row apart",
                 "use data.reset_at_document=false",

@@ -20,7 +20,6 @@ from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import with_sdpa
 from linrnn.models.build import WHOLE, Part, keep
-from linrnn.models.fla_any import FlaArchitecture
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
 
@@ -135,8 +134,8 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
         ConfigError: model or dimensions differ. The remedy names the overrides that make them equal.
     """
     if there.kind != here.kind:
-        raise _other_model(source, there.kind, here, fla=isinstance(there, FlaArchitecture))
-    if isinstance(there, FlaArchitecture) or isinstance(here, FlaArchitecture):
+        raise _other_model(source, there.kind, here, fla=not there.matched)
+    if not (there.matched and here.matched):
         return
     layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
     names = (*layer, "num_layers", "vocab_size", "tie_embeddings")

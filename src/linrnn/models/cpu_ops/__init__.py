@@ -45,8 +45,8 @@ def check_model(model: str) -> None:
         UnsupportedError: there is no plain-torch version of the mixer.
     """
     if facts_of(model).cpu is None:
-        own = [name for name, facts in FACTS.items() if facts.matched and facts.cpu]
-        of_fla = [name for name, facts in FACTS.items() if not facts.matched and facts.cpu]
+        own = [name for name, facts in FACTS.items() if facts.mixer and facts.cpu]
+        of_fla = [name for name, facts in FACTS.items() if not facts.mixer and facts.cpu]
         raise UnsupportedError(
             f"{model} has no CPU form: linrnn has no plain-torch version of its mixer",
             f"run it on a machine with an NVIDIA GPU; on a CPU use model={', '.join(own)}, or model=fla "
