@@ -4,9 +4,7 @@ Triton has compiled some of FLA's kernels wrongly, and no error said so: `linrnn
 A model trains with such gradients, and its loss falls.
 """
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -133,10 +131,8 @@ def _recorded(function: Callable[..., Any], plain: Callable[..., Any], calls: li
     """`function`, which notes each call that has queries, keys and values."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(TypeError, ValueError):  # a function whose arguments have no names is no recurrence
-            arguments = dict(inspect.signature(plain).bind(*args, **kwargs).arguments)
-            if arguments.keys() >= set(IN_BF16):
-                calls.append(Call(function, plain, arguments))
+        if kwargs.keys() >= set(IN_BF16):
+            calls.append(Call(function, plain, kwargs))
         return function(*args, **kwargs)
 
     return call

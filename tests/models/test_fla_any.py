@@ -258,7 +258,7 @@ def test_a_cpu_form_equals_fla_s_own_naive_one():
     beta = torch.rand(2, 40, 3)
     heads_first = [x.transpose(1, 2) for x in (q, k, v, beta)]
     expected = import_fla("fla.ops.delta_rule.naive").delta_rule_recurrence(*heads_first)[0].transpose(1, 2)
-    found, _ = mixers.chunk_delta_rule(q, k, v, beta)
+    found, _ = mixers.chunk_delta_rule(q=q, k=k, v=v, beta=beta)
     torch.testing.assert_close(found, expected.to(found), rtol=1e-4, atol=1e-5)
 
 

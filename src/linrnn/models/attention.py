@@ -28,19 +28,14 @@ def flash_attn_func(
         raise UnsupportedError("attention here is causal", "use FLA's Attention as it is")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     queries, keys, before = q.shape[2], k.shape[2], window_size[0]
-    grouped = q.shape[1] != k.shape[1]
-    if 0 <= before < keys - 1:
+    before = before if 0 <= before < keys else keys - 1
+    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]}
+    if queries == keys == before + 1:
+        options["is_causal"] = True
+    else:
         age = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-        mask = (age >= 0) & (age <= before)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
-    if queries == keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, a second: only here
-
-    if grouped:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    mask = causal_lower_right(queries, keys)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        options["attn_mask"] = (age >= 0) & (age <= before)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 def flash_attn_varlen_func(

@@ -6,6 +6,7 @@ with the chunk size filled in. Models with different chunk sizes can live in one
 
 import functools
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +25,13 @@ def set_chunk_size(mixer: nn.Module, chunks: Chunks, chunk_size: int) -> None:
 
 
 def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    chunk_size: int,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, chunk_size: int, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's `chunk_gla` with a chunk size of 64 or 128 (FLA fixes 64). Arguments and results are the same."""
+    """FLA's `chunk_gla` with a chunk size of 64 or 128 (FLA fixes 64). `options` are those that FLA's layer gives."""
     if q.device.type == "cpu":
-        options = {"output_final_state": output_final_state, "state_v_first": state_v_first}
-        return mixers.chunk_gla(
-            q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
-        )
-    return _ChunkGLA.apply(q, k, v, g, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size)
+        return mixers.chunk_gla(q, k, v, g, chunk_size=chunk_size, **options)
+    given = map(options.get, ("initial_state", "output_final_state", "state_v_first", "cu_seqlens"))
+    return _ChunkGLA.apply(q, k, v, g, *given, chunk_size)
 
 
 class _ChunkGLA(torch.autograd.Function):

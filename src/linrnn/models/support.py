@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import traceback
 
 import torch
 from packaging.version import Version
@@ -113,10 +114,7 @@ def _comes_from_fla(error: BaseException) -> bool:
     """
     if accessed_illegally(error):
         return False
-    modules, trace = [], error.__traceback__
-    while trace:
-        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     between = ("triton.", "linrnn.models.tuning.")  # what compiles and tunes FLA's kernels
     return next((name for name in reversed(modules) if not name.startswith(between)), "").startswith("fla.")
 

@@ -14,12 +14,14 @@ Sources: GLA, arXiv:2312.06635, section 4; the WY form of the delta rule, arXiv:
 arXiv:2412.06464 and arXiv:2510.26692.
 
 Shapes: q, k (B, T, H, K); v (B, T, H, V); g (B, T, H, K) or (B, T, H, 1); beta (B, T, H); states (N, H, K, V) for N
-sequences, or (N, H, V, K) with `state_v_first`. In a packed row (`cu_seqlens`) every document starts from an empty
-state. `chunk_size` changes only the speed. Work is done in fp32 (fp64 for fp64 inputs); results have v's dtype.
+sequences, whatever `state_v_first` says: FLA's layers hand them back as they got them. In a packed row (`cu_seqlens`)
+every document starts from an empty state. `chunk_size` changes only the speed. Work is done in fp32 (fp64 for fp64
+inputs); results have v's dtype.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,28 +143,19 @@ def chunk_gla(
         updates = (k * (total - b).exp()).mT @ values
         decays = total.exp().mT
         states = []
-        state = _first_state(_k_first(initial_state, state_v_first), updates[:, :, 0])
+        state = _first_state(initial_state, updates[:, :, 0])
         for n, (update, decay) in enumerate(zip(updates.unbind(2), decays.unbind(2), strict=True)):
             if n in grid.document_starts:
                 state = torch.zeros_like(state)
             states.append(state)
             state = state * decay + update
         output = grid.join((q * b.exp()) @ torch.stack(states, 2) + scores @ values).to(v.dtype)
-    return output, _k_first(state, state_v_first) if output_final_state else None
+    return output, state if output_final_state else None
 
 
-def fused_recurrent_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def fused_recurrent_gla(*, gk: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
     """The function that FLA's layer calls at 64 tokens or fewer."""
-    return chunk_gla(q, k, v, gk, None, initial_state, output_final_state, state_v_first, cu_seqlens)
+    return chunk_gla(g=gk, **others)
 
 
 def gated_delta_rule(
@@ -209,9 +202,9 @@ def gated_delta_rule(
         grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
         q = q * (scale or q.shape[-1] ** -0.5)
         q, k, values, g, beta = (grid.split(x) for x in (q, k, _fp32(v), g, beta[..., None]))
-        output, state = _delta_rule(grid, q, k, values, g, beta, _k_first(initial_state, state_v_first))
+        output, state = _delta_rule(grid, q, k, values, g, beta, initial_state)
         output = grid.join(output).to(v.dtype)
-    return output, _k_first(state, state_v_first) if output_final_state else None
+    return output, state if output_final_state else None
 
 
 def _delta_rule(
@@ -245,28 +238,9 @@ def _delta_rule(
     return (q * decay) @ torch.stack(states, 2) + query_scores @ torch.stack(writes, 2), state
 
 
-def chunk_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def chunk_delta_rule(*, beta: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
     """DeltaNet's rule: the gated delta rule without decay."""
-    return gated_delta_rule(
-        q,
-        k,
-        v,
-        torch.zeros_like(beta, dtype=torch.float32),
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-    )
+    return gated_delta_rule(g=torch.zeros_like(beta, dtype=torch.float32), beta=beta, **others)
 
 
 def _l2_normalised(x: Tensor) -> Tensor:
@@ -279,10 +253,6 @@ def _fp32(x: Tensor) -> Tensor:
 
 def _first_state(state: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if state is None else state.to(like.dtype)
-
-
-def _k_first(state: Tensor | None, state_v_first: bool) -> Tensor | None:
-    return state.mT if state is not None and state_v_first else state
 
 
 def _check_packing(cu_seqlens: Tensor | None, initial_state: Tensor | None, output_final_state: bool) -> None:
