@@ -34,7 +34,6 @@ from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_schem
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
 from linrnn.losses.liger import LigerLossConfig
-from linrnn.losses.torch_native import TorchNativeLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, resolve
 from linrnn.models.facts import completed, matched
@@ -186,8 +185,7 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
         (FLA, 3),
         (KAHAN, 4),  # so small that a GPU waits for launches
         (APPLE["cce_exact"], 4),
-        (TorchNativeLossConfig("torch_native", "sum"), 3),
-        (TorchNativeLossConfig("torch_native", "none"), 4),
+        (LossConfig("torch_native"), 4),
     ],
 )
 def test_vocabulary_products_of_each_loss_on_the_device(loss, products):
