@@ -20,6 +20,7 @@ from linrnn.config.fla import fla_models
 from linrnn.config.naming import identity
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.costs.flops import forward_flops
+from linrnn.inference.export import export
 from linrnn.inference.load import load_trained
 from linrnn.models import build_model, check_supported
 from linrnn.models.architecture import Architecture, resolve
@@ -50,6 +51,10 @@ def architecture(name: str, *more: str) -> Architecture:
         (["model.config=mamba2", "model.attention_every=2"], "no option for attention layers", "delta_net"),
         (["model.config=gsa", "model.attention_every=3"], "attention_every=3: the model has 2 layers", "2 or less"),
         (["model.config=gsa", "model.attention_window=3"], "no attention with a window", "attention_every"),
+        *(
+            (["model.config=gsa", f"model.options.{given}"], f"{given} is no whole number of 1 or more", "1 or more")
+            for given in ("hidden_size=0", "hidden_size=True", "num_hidden_layers=abc", "vocab_size=2.5")
+        ),
     ],
 )
 def test_what_fla_does_not_have_is_refused_with_a_remedy(overrides, cause, remedy):
@@ -200,15 +205,6 @@ def test_a_hybrid_s_attention_layers_count_as_attention():
     assert [2 * scan(one, 256) for one in mixed] == 2 * [scan(hybrid, 256) + scan(windowed, 256)]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_size", "0"), ("hidden_size", "true"), ("num_hidden_layers", "abc"), ("vocab_size", "2.5")],
-)
-def test_a_size_that_is_no_positive_whole_number_is_refused(key, value):
-    with pytest.raises(ConfigError, match=rf"model.options.{key}=.* is no whole number of 1 or more"):
-        architecture("delta_net", f"model.options.{key}={value}", "model.attention_every=2")
-
-
 def test_a_window_hides_earlier_keys():
     q, k, v = (torch.randn(2, 9, 3, 8) for _ in range(3))
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(8)
@@ -265,31 +261,21 @@ def test_a_cpu_form_equals_fla_s_own_naive_one():
 @pytest.mark.parametrize(
     "more",
     [
-        ["model.config=delta_net", "trainer.activation_checkpointing=full"],
+        ["model.config=delta_net", "model.attention_every=2", "trainer.activation_checkpointing=full"],
         ["model.config=gla", "model.attention_every=2", "model.attention_window=16", "loss=standard"],
     ],
     ids=lambda more: more[0],
 )
-def test_a_model_trains_and_is_loaded_from_its_checkpoint(more, small):
+def test_a_hybrid_trains_and_its_export_generates_alike_with_and_without_state(more, small, tmp_path):
     trainer = Trainer(load_config(small("model=fla", "trainer.max_steps=2", "trainer.checkpoint_every=2", *more)))
     summary = trainer.fit()
     assert summary["status"] == "finished"
     assert math.isfinite(summary["valid_loss_nats"])
     assert summary["model"].startswith("fla:")
-    trained = load_trained(str(trainer.directory.path), torch.device("cpu")).model
-    expected = trainer.model.hf.state_dict()
-    for key, value in trained.state_dict().items():
-        torch.testing.assert_close(value, expected[key])
-
-
-def test_an_export_is_read_back_and_generates_alike_with_and_without_state(small, tmp_path):
-    from linrnn.inference.export import export
-
-    overrides = small("model=fla", "model.config=delta_net", "trainer.max_steps=1", "trainer.checkpoint_every=1")
-    trainer = Trainer(load_config([*overrides, "model.attention_every=2"]))
-    trainer.fit()
     export(load_trained(str(trainer.directory.path), torch.device("cpu")), tmp_path / "out")
-    model = load_trained(str(tmp_path / "out"), torch.device("cpu")).model
+    model, expected = load_trained(str(tmp_path / "out"), torch.device("cpu")).model, trainer.model.hf.state_dict()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[key])
     ids = torch.tensor([[1, 2, 3]])
     texts = [model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=state) for state in (True, False)]
     assert torch.equal(*texts)

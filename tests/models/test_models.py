@@ -395,20 +395,25 @@ def skip_unless_supported(model: str) -> None:
         pytest.skip(error.cause)
 
 
+def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, grad in theirs.items():
+        error = (ours[name].cpu() - grad.cpu()).norm() / grad.cpu().norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("model", MODELS)
-def test_the_gpu_kernels_agree_with_the_cpu_versions(model):
+def test_the_gpu_kernels_agree_with_the_cpu_versions_checkpointed_or_not(model):
     """Gradients of FLA's kernels against those of cpu_ops, packed or not."""
     skip_unless_supported(model)
     ids, bounds = tokens(2, 130), torch.tensor([0, 100, 130, 140, 260])
     on_cpu, on_gpu = build(model), build(model).to("cuda")
-    for cu_seqlens in (None, bounds):
-        theirs = gradients(on_cpu, ids, cu_seqlens=cu_seqlens)
-        ours = gradients(on_gpu, ids.cuda(), cu_seqlens=None if cu_seqlens is None else cu_seqlens.cuda())
-        for name, grad in theirs.items():
-            error = (ours[name].cpu() - grad).norm() / grad.norm()
-            assert error < 2e-2, f"{name}: {error:.1e}"
+    assert_near(gradients(on_gpu, ids.cuda(), cu_seqlens=bounds.cuda()), gradients(on_cpu, ids, cu_seqlens=bounds))
+    expected = gradients(on_cpu, ids)
+    for mode in ("none", "selective", "full"):
+        on_gpu.set_activation_checkpointing(mode)
+        assert_near(gradients(on_gpu, ids.cuda()), expected)
 
 
 @pytest.mark.gpu
@@ -416,22 +421,7 @@ def test_the_gpu_kernels_agree_with_the_cpu_versions(model):
 @pytest.mark.parametrize(("model", "size"), [("gla", 64), ("gla", 128), ("kda", 32)])
 def test_chunk_sizes_agree_on_the_gpu(model, size):
     ids = tokens(2, 520).cuda()
-    usual = gradients(build_model(architecture(model), device="cuda", seed=0), ids)
-    sized = gradients(build_model(architecture(model, chunk_size=size), device="cuda", seed=0), ids)
-    for name, grad in usual.items():
-        error = (sized[name] - grad).norm() / grad.norm()
-        assert error < 2e-2, f"{name}: {error:.1e}"
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("untuned")
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("model", MODELS)
-def test_checkpointed_activations_give_the_same_gradients_on_the_gpu(model, mode):
-    skip_unless_supported(model)
-    network, ids = build_model(architecture(model), device="cuda", seed=0), tokens(2, 130).cuda()
-    kept = gradients(network, ids)
-    network.set_activation_checkpointing(mode)
-    for name, grad in gradients(network, ids).items():
-        distance = (kept[name] - grad).norm() / grad.norm()
-        assert distance < 2e-2, f"{name}: {distance:.1e}"
+    usual, sized = (
+        build_model(architecture(model, chunk_size=chunks), device="cuda", seed=0) for chunks in (None, size)
+    )
+    assert_near(gradients(sized, ids), gradients(usual, ids))

@@ -2,7 +2,7 @@
 
 In bf16 the function returns one bf16 loss per token, summed here in fp32. It adds the weight's gradient over the
 chunks in bf16, and takes the upstream gradient in bf16, so the scale 1/tokens is off by up to 0.2 %. The backward pass
-computes the logits again (4 products rather than 3). Its faster `reduction="sum"` is not used: that adds the loss itself
+computes the logits again (4 products rather than 3). Its faster `reduction="sum"` is not used: it adds the loss itself
 in bf16, and a true 7.22 nats came out as 6.81 with chunks of 64 rows.
 """
 
