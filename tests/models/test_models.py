@@ -278,11 +278,6 @@ def test_models_of_other_chunk_sizes_leave_fla_as_it_is():
     assert "forward" not in vars(usual.mixers[0])
 
 
-def test_a_chunk_size_without_effect_is_refused():
-    with pytest.raises(ConfigError, match="no effect on 64 tokens"):
-        build("gla", chunk_size=128)(tokens(1, 64))
-
-
 # -------------------------------------------------------------------------------------------- saving, loading
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model", MODELS)

@@ -207,14 +207,12 @@ class Chunks:
         module, name: where FLA's layer looks the kernel up.
         sizes: the chunk sizes that it takes.
         own: a version with the argument `chunk_size`, if FLA's has none.
-        recurrent_tokens: at this many tokens or fewer FLA's layer uses a kernel without chunks.
     """
 
     module: str
     name: str
     sizes: tuple[int, ...]
     own: Callable[..., Any] | None = None
-    recurrent_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,10 +242,9 @@ class ModelFacts:
 FACTS: dict[str, ModelFacts] = {}
 
 
-def register_model(facts: ModelFacts) -> ModelFacts:
+def register_model(facts: ModelFacts) -> None:
     """Make a model known."""
     FACTS[facts.name] = facts
-    return facts
 
 
 def matched_models() -> tuple[str, ...]:

@@ -34,7 +34,6 @@ class LanguageModel(nn.Module):
     Attributes:
         hf: FLA's model, a transformers `PreTrainedModel`; checkpoints use the names of its state dict.
         arch: the dimensions of the model.
-        chunks: the kernel that runs with `model.chunk_size`; None: the default is used.
         checkpointing: what the blocks keep, as :meth:`set_activation_checkpointing` was told.
     """
 
@@ -42,14 +41,13 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.arch = arch
-        self.chunks = facts_of(arch.model).chunks if arch.chunk_size is not None else None
         self._compiled = "none"
         self._compiled_backbone: Callable[..., Any] | None = None
         self.checkpointing = "none"
         self._head_as: Callable[[nn.Parameter, torch.dtype], Tensor] = lambda weight, dtype: weight.to(dtype)
-        if self.chunks is not None and arch.chunk_size is not None:
+        if (chunks := facts_of(arch.model).chunks) is not None and arch.chunk_size is not None:
             for mixer in self.mixers:
-                set_chunk_size(mixer, self.chunks, arch.chunk_size)
+                set_chunk_size(mixer, chunks, arch.chunk_size)
         self._set_block_forwards()
 
     def forward(self, input_ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -62,17 +60,8 @@ class LanguageModel(nn.Module):
                 is one document.
 
         Raises:
-            ConfigError: `model.chunk_size` is set, and there are so few tokens that FLA's GLA does not use chunks.
+            ConfigError: `cu_seqlens` is given, and FLA's model does not read it.
         """
-        if self.chunks is not None:
-            n_tokens = input_ids_BT.shape[1] if cu_seqlens is None else input_ids_BT.numel()
-            if n_tokens <= self.chunks.recurrent_tokens:
-                raise ConfigError(
-                    f"model.chunk_size={self.arch.chunk_size} has no effect on {n_tokens} tokens: at "
-                    f"{self.chunks.recurrent_tokens} or fewer FLA's {facts_of(self.arch.model).title} uses a recurrent "
-                    "kernel",
-                    f"use model.chunk_size=null, or trainer.seq_len above {self.chunks.recurrent_tokens}",
-                )
         options = {"use_cache": False, "return_dict": False}
         backbone = self._compiled_backbone or self.backbone
         if cu_seqlens is None:

@@ -33,9 +33,9 @@ register_model(
         name="gla",
         title="GLA",
         mixer=GLA(),
-        # FLA fixes chunks of 64. 256 is too large: its backward pass would hold 256 x 256 fp32 scores (256 KiB) in
-        # shared memory, which has at most 227 KiB.
-        chunks=Chunks("fla.layers.gla", "chunk_gla", (64, 128), own=chunk_gla, recurrent_tokens=64),
+        # FLA fixes chunks of 64, and at 64 tokens or fewer it calls a kernel without chunks. 256 is too large: its
+        # backward pass would hold 256 x 256 fp32 scores (256 KiB) in shared memory, which has at most 227 KiB.
+        chunks=Chunks("fla.layers.gla", "chunk_gla", (64, 128), own=chunk_gla),
         cpu={
             ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
             ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
