@@ -221,7 +221,6 @@ class OfLibrary(LossBackend):
 class PaperVariant(LossBackend):
     """This repository's kernels with the flags of a variant of the paper."""
 
-    autocasts = True
     capturable = True
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:

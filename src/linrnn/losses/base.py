@@ -48,14 +48,11 @@ class LossBackend(ABC):
     constructor is called after `check` has passed and may import its library.
 
     Attributes:
-        autocasts: under autocast, `compute` takes fp32 tensors and multiplies in autocast's dtype. It returns fp32
-            gradients that were never rounded to that dtype.
         capturable: forward and backward pass never wait for the device, so a CUDA graph can hold them.
         vocabulary_parallel: it can `spread` over ranks that share the rows of the weight.
         lacking: the keys of :data:`OBJECTIVE` that it cannot compute, each with the reason.
     """
 
-    autocasts: ClassVar[bool] = False
     capturable: ClassVar[bool] = False
     vocabulary_parallel: ClassVar[bool] = False
     lacking: ClassVar[Mapping[str, str]] = dict.fromkeys(OBJECTIVE, "it computes plain cross-entropy alone")
@@ -117,17 +114,13 @@ class LossBackend(ABC):
         """
         raise NotImplementedError(f"loss={self.config.name} is not vocabulary-parallel")
 
-    def __call__(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, products_in: torch.dtype | None = None
-    ) -> LossOutput:
+    def __call__(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> LossOutput:
         """Evaluate the loss.
 
         Args:
             hidden_ND: final hidden states, already in the compute dtype; any strides.
             weight_VD: the output embedding in the same dtype.
             labels_N: int64 classes in [0, V), shifted by the caller; -100 is ignored.
-            products_in: bf16 or fp16, for fp32 tensors. Gradients are returned in fp32. A backend that `autocasts`
-                never rounds them to this dtype; other backends do.
 
         Raises:
             ValueError: shapes, dtypes or devices do not match.
@@ -135,10 +128,7 @@ class LossBackend(ABC):
         import torch
 
         _check_tensors(hidden_ND, weight_VD, labels_N)
-        autocast = products_in is not None and self.autocasts
-        if products_in is not None and not autocast:
-            hidden_ND, weight_VD = hidden_ND.to(products_in), weight_VD.to(products_in)
-        with torch.autocast(hidden_ND.device.type, products_in, enabled=autocast):
+        with torch.autocast(hidden_ND.device.type, enabled=False):
             loss, stats = self.compute(hidden_ND, weight_VD, labels_N)
         return LossOutput(loss.float(), (labels_N != IGNORE_INDEX).sum(), stats)
 

@@ -136,7 +136,6 @@ class CceKahan(LossBackend):
     """
 
     config: CceKahanLossConfig
-    autocasts = True
     capturable = True
     vocabulary_parallel = True
     lacking: ClassVar = {}
