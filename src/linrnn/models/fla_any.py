@@ -148,8 +148,8 @@ def build_hf(name: str, settings: str, device: str) -> Any:
             return with_sdpa(model_class)(config_class(**json.loads(settings)))
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:
         raise ConfigError(
-            f"model.config={name}: FLA cannot build it with these dimensions ({first_line(error)})",
-            "set its fields with model.options.KEY=VALUE",
+            f"{name}: FLA cannot build it with these dimensions ({first_line(error)})",
+            "change them in size, or with model=fla in model.options.KEY=VALUE",
         ) from error
     except ImportError as error:
         raise UnsupportedError(f"model.config={name}: {error}", "install the package, or use another model") from error
