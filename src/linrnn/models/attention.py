@@ -44,11 +44,9 @@ def flash_attn_varlen_func(
     v: Tensor,
     *,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
+    **_: Any,
 ) -> Tensor:
     """As :func:`flash_attn_func` within each document of packed q, k, v (T, H, D), bounded by `cu_seqlens_q`."""
     lengths = cu_seqlens_q.diff().tolist()

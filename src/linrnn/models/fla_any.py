@@ -119,8 +119,8 @@ def _built(name: str, settings: str, size: str) -> Architecture:
     hf = build_hf(name, settings, "meta")
     config, backbone = hf.config, backbone_of(hf)
     _check_structure(name, hf, backbone)
-    mixers: list[Any] = [module for block in backbone.layers for module in mixer_modules(block)]
-    mlps = [module for block in backbone.layers for module in mlp_modules(block)]
+    mixers: list[Any] = [module for block in backbone.layers for module in parts_of(block)["mixers"]]
+    mlps = [module for block in backbone.layers for module in parts_of(block)["mlps"]]
     ends = {hf.lm_head.weight, *backbone.embeddings.parameters()}
     plain = not getattr(config, "attnres_block_size", None)  # without residuals over several layers
     return Architecture(
@@ -160,24 +160,12 @@ def backbone_of(hf: Any) -> Any:
     return hf.model if hasattr(hf, "model") else hf.backbone
 
 
-def final_norm_of(backbone: Any) -> nn.Module:
-    """The norm after the last layer."""
-    return backbone.norm if hasattr(backbone, "norm") else backbone.norm_f
-
-
-def mlp_modules(block: nn.Module) -> list[nn.Module]:
-    """The MLP of a layer; a layer may have none."""
-    return [module for name, module in block.named_children() if name in ("mlp", "ffn")]
-
-
-def norm_modules(block: nn.Module) -> list[nn.Module]:
-    """The norms of a layer, over the hidden size."""
-    return [module for name, module in block.named_children() if "norm" in name]
-
-
-def mixer_modules(block: nn.Module) -> list[nn.Module]:
-    """The rest of a layer."""
-    return [m for n, m in block.named_children() if n not in ("mlp", "ffn") and "norm" not in n]
+def parts_of(block: nn.Module) -> dict[str, list[nn.Module]]:
+    """The modules of a layer: `norms` over the hidden size, `mlps` (a layer may have none), and the rest, `mixers`."""
+    parts: dict[str, list[nn.Module]] = {"norms": [], "mlps": [], "mixers": []}
+    for name, module in block.named_children():
+        parts["norms" if "norm" in name else "mlps" if name in ("mlp", "ffn") else "mixers"].append(module)
+    return parts
 
 
 def _check_structure(name: str, hf: Any, backbone: Any) -> None:
@@ -196,7 +184,7 @@ def _check_structure(name: str, hf: Any, backbone: Any) -> None:
 def reads_documents(backbone: Any) -> bool:
     """Whether FLA keeps packed documents apart: `cu_seqlens` reaches every mixer, and the mixer reads it."""
     passing = [backbone, *backbone.layers]
-    mixers = [mixer for block in backbone.layers for mixer in mixer_modules(block)]
+    mixers = [mixer for block in backbone.layers for mixer in parts_of(block)["mixers"]]
     return all(_passes(module) for module in passing) and all(
         "cu_seqlens" in inspect.getsource(kind) for kind in {type(mixer) for mixer in mixers}
     )

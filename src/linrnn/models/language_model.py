@@ -13,14 +13,7 @@ from linrnn.core.errors import ConfigError
 from linrnn.data import Batch
 from linrnn.models.chunk_size import set_chunk_size
 from linrnn.models.facts import Architecture, facts_of
-from linrnn.models.fla_any import (
-    backbone_of,
-    final_norm_of,
-    mixer_modules,
-    mlp_modules,
-    norm_modules,
-    reads_documents,
-)
+from linrnn.models.fla_any import backbone_of, parts_of, reads_documents
 
 # Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
 KEPT_IN_FP32 = ("A_log", "dt_bias")
@@ -82,17 +75,21 @@ class LanguageModel(nn.Module):
     @property
     def norms(self) -> list[nn.Module]:
         """The norms over the hidden size: those of each layer, and the final one."""
-        return [*(norm for block in self.blocks for norm in norm_modules(block)), final_norm_of(self.backbone)]
+        final = self.backbone.norm if hasattr(self.backbone, "norm") else self.backbone.norm_f
+        return [*self._of_blocks("norms"), final]
 
     @property
     def mixers(self) -> list[nn.Module]:
         """The layers' token mixers."""
-        return [mixer for block in self.blocks for mixer in mixer_modules(block)]
+        return self._of_blocks("mixers")
 
     @property
     def mlps(self) -> list[nn.Module]:
         """The layers' MLPs. A model may have none."""
-        return [mlp for block in self.blocks for mlp in mlp_modules(block)]
+        return self._of_blocks("mlps")
+
+    def _of_blocks(self, kind: str) -> list[nn.Module]:
+        return [module for block in self.blocks for module in parts_of(block)[kind]]
 
     @property
     def head_weight(self) -> nn.Parameter:
