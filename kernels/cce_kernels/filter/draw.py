@@ -46,12 +46,9 @@ def mean_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     target_ptr,  # (N,) int64, negative for none
     mean_ptr,  # (D,) bf16, written
-    e_stride,
-    N,
-    D,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+    e_stride, N, D,
+    ROWS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
     """The mean of the rows with a target. A program takes DIMS dimensions: 32 bytes of a 16-bit row."""
     dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
     total = tl.zeros((ROWS, DIMS), dtype=tl.float64)
@@ -74,13 +71,9 @@ def mean_logits_kernel(
     mean_ptr,  # (D,) bf16
     bias_ptr,  # (V,) or None
     z_ptr,  # (V,) fp32, written
-    c_stride,
-    V,
-    D,
-    logit_scale,
-    ENTRIES: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+    c_stride, V, D, logit_scale,
+    ENTRIES: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
     """z_v = logit_scale · Σ_d c_vd mean_d + bias_v; 0 instead of NaN."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     total = tl.zeros((ENTRIES, DIMS), dtype=tl.float64)
@@ -103,11 +96,9 @@ def rank_kernel(
     rank_ptr,  # (V,) int32, written
     likely_ptr,  # (n_likely,) int64, written
     listable_ptr,  # (V,) int16: 0 written for the columns of the head
-    V,
-    n_head,
-    n_likely,
+    V, n_head, n_likely,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write each column's rank, the likely columns, and which columns lists leave out."""
     rank = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(order_ptr + rank, mask=rank < V, other=0)
@@ -143,13 +134,9 @@ def columns_drawn_kernel(
     times_ptr,  # (blocks of rows, drawn) fp32, written
     V,
     groups,  # groups of all columns; the other drawn − groups are groups of likely columns
-    drawn,
-    n_head,
-    n_likely,
-    COLUMN_GROUP: tl.constexpr,
-    LIKELY_GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    drawn, n_head, n_likely,
+    COLUMN_GROUP: tl.constexpr, LIKELY_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Draw a column from each group, for each block of rows; see `Sample`."""
     block = tl.program_id(0)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -178,15 +165,9 @@ def places_kernel(
     target_ptr,  # (N,) int64, negative for none
     rank_ptr,  # (V,) int32 or None
     place_ptr,  # (N,) int64, written
-    N,
-    groups,
-    n_head,
-    n_likely,
-    block_rows,
-    COLUMN_GROUP: tl.constexpr,
-    LIKELY_GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N, groups, n_head, n_likely, block_rows,
+    COLUMN_GROUP: tl.constexpr, LIKELY_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The index of each row's target among the columns drawn for its block, or -1."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + rows, mask=rows < N, other=-1).to(tl.int32)

@@ -99,14 +99,9 @@ def head_operands_kernel(
     e_ptr,  # (n_rows, D), rows e_stride apart
     a_ptr,  # (n_rows,) fp32
     scaled_ptr,  # (n_rows, D) or None, rows scaled_stride apart: e times a, written
-    e_stride,
-    scaled_stride,
-    n_head,
-    n_rows,
-    D,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    e_stride, scaled_stride, n_head, n_rows, D,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Prepare the operands of the head's products: clear the targets' probabilities, and scale a chunk's rows of E."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
@@ -171,16 +166,10 @@ def gather_kernel(
     head_ptr,  # (n_head, D) fp32 or None: head_ptr[rank] is added to the sum of rows with a rank below n_head
     part_size,
     starts_size,  # starts in a part: n_rows + 1
-    x_stride,
-    n_head,
-    n_rows,
-    D,
-    PARTS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_stride, n_head, n_rows, D,
+    PARTS: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     EVEN_D: tl.constexpr,  # WIDTH divides D
-):
+):  # fmt: skip
     """out_i = Σ_k coefficient_k x[index_k] over row i's list.
 
     A program of one warp takes WIDTH dimensions of ROWS rows. Programs go through all rows of the same dimensions

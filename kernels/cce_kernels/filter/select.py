@@ -53,15 +53,9 @@ def select_kernel(
     dropped_ptr,  # (N, SEGMENTS) fp32: softmax mass of the entries that are not kept, written
     w_stride,
     first,  # the chunk's first row
-    V,
-    logit_scale,
-    z_loss,
-    eps,
-    SEGMENTS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EIGHTS: tl.constexpr,
-    FOUND: tl.constexpr,
-):
+    V, logit_scale, z_loss, eps,
+    SEGMENTS: tl.constexpr, SLOTS: tl.constexpr, EIGHTS: tl.constexpr, FOUND: tl.constexpr,
+):  # fmt: skip
     """List the kept columns of one segment of a row, in one warp.
 
     A segment is every SEGMENTS-th block of 8 · EIGHTS columns. Few entries are kept, so the kernel first looks at the
@@ -145,15 +139,12 @@ def collect_kernel(
     weight_ptr,  # (capacity,) fp32: p of each listed entry but the targets', written
     w_stride,
     first,  # the chunk's first row
-    capacity,
-    logit_scale,
-    z_loss,
+    capacity, logit_scale, z_loss,
     most,  # the mass that a row may drop
-    SEGMENTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SEGMENTS: tl.constexpr, SLOTS: tl.constexpr,
     COUNTS: tl.constexpr,  # counts added up at a time
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Append a chunk's lists to the whole lists, one row a program: its target first, then each segment's columns.
 
     Writes void_ptr if an entry has no place, or if a row drops too much.
@@ -201,11 +192,9 @@ def kept_kernel(
     rank_ptr,  # (V,) int32 or None: each column's rank by likelihood
     kept_ptr,  # (N,) fp32: number of entries kept, written
     mass_ptr,  # (N,) fp32: softmax mass dropped, written
-    N,
-    n_head,
-    SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N, n_head,
+    SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each row's number of entries kept, head included, and mass dropped.
 
     A target in the head is listed, too, so it is counted once less.

@@ -34,16 +34,9 @@ def settle_kernel(
     factor_ptr,  # (N,) fp32: `Gradient.factor` for the shard's softmax; the whole vocabulary's is written
     coefficient_ptr,  # (N,) fp32, dL/d(e · c) of the target or its stand-in in this shard, written
     of_lse_ptr,  # (2, N) fp32 or None: `Gradient.of_lse` for the shard's softmax; the whole vocabulary's is written
-    N,
-    rank,
-    logit_scale,
-    softcap,
-    z_loss,
-    WORLD: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    N, rank, logit_scale, softcap, z_loss,
+    WORLD: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Loss, metrics and gradient factors of a chunk's rows over the whole vocabulary; see this file's docstring."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N

@@ -28,14 +28,10 @@ def scaled_rows_kernel(
     live_ptr,  # (N,) int64 or None: the row of x and factor at each position of out (live_rows.py)
     count_ptr,  # () int32, given with live_ptr: how many positions count; the others get 0
     out_ptr,  # (N, D), rows out_stride apart, written
-    x_stride,
-    out_stride,
-    N,
-    D,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_stride, out_stride, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
-):
+):  # fmt: skip
     """out_i = factor_i · x_i, rounded to out's dtype."""
     D, x_stride, out_stride = by_eights(D, EIGHTS), by_eights(x_stride, EIGHTS), by_eights(out_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,16 +106,11 @@ def hidden_kernel(
     right_ptr,  # (D,) fp32
     scale_ptr,  # () fp32, dL/dloss; None if factor and coefficient hold it
     out_ptr,  # (N, D), written; the same memory as part_ptr's with one split
-    c_stride,
-    part_stride,
-    N,
-    D,
-    splits,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    c_stride, part_stride, N, D, splits,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
     TARGETS: tl.constexpr,
-):
+):  # fmt: skip
     """dE = scale · (factor · (w C) + coefficient · C_target + left · right)."""
     D, c_stride, part_stride = by_eights(D, EIGHTS), by_eights(c_stride, EIGHTS), by_eights(part_stride, EIGHTS)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

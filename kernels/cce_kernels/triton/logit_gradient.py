@@ -51,24 +51,14 @@ def gradient_kernel(
     kept_ptr,  # (splits, N) fp32 or None: number of entries kept, added to
     dropped_ptr,  # (splits, N) fp32 or None: softmax mass dropped, added to
     active_ptr,  # () int32 or None: where 0, there is nothing to do
-    N,
-    W,
-    D,
+    N, W, D,
     first,  # the chunk's first column
-    n_head,
-    splits,
-    tiles_per_split,
-    logit_scale,
-    softcap,
+    n_head, splits, tiles_per_split, logit_scale, softcap,
     on_target,  # 1 − s
     elsewhere,  # s / V
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     TAIL: tl.constexpr,  # write the entries that the filter does not keep, instead of those that it keeps
-):
+):  # fmt: skip
     """dz of a chunk. Units of work and the loop over them are those of exponentials_kernel (logits.py)."""
     row_tiles, col_tiles, depth = tl.cdiv(N, BLOCK_N), tl.cdiv(W, BLOCK_V), tl.cdiv(D, BLOCK_D)
     HALF: tl.constexpr = BLOCK_V // 2

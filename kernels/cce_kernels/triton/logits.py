@@ -71,24 +71,12 @@ def target_logits_kernel(
     targets_ptr,  # (N,) int64, targets_stride apart, or None: target columns are read from columns_ptr
     columns_ptr,  # (N,) int64, each row's target column; written if targets_ptr is given
     z_ptr,  # (N,) fp32, the target's logit, written; SKIPPED for ignored rows if SKIP
-    e_stride,
-    c_stride,
-    targets_stride,
-    N,
-    V,
-    D,
-    ignore_index,
-    logit_scale,
-    softcap,
-    IGNORED: tl.constexpr,
-    OUTSIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SKIP: tl.constexpr,
+    e_stride, c_stride, targets_stride, N, V, D, ignore_index, logit_scale, softcap,
+    IGNORED: tl.constexpr, OUTSIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SKIP: tl.constexpr,
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
     TARGETS: tl.constexpr,  # of a row of e: rows, targets, columns and z count N = TARGETS x rows of e
-):
+):  # fmt: skip
     """The target's logit of each row: the diagonal of the product of E with the targets' rows of C.
 
     A row without a target takes another column's logit.
@@ -135,20 +123,10 @@ def exponentials_kernel(
     sum_ptr,  # (splits, N) fp32, the sum of w over a split, written
     z_sum_ptr,  # (splits, N) fp32 or None: the sum of z over a split, written
     metrics_ptr,  # (2, splits, N) fp32 or None: the largest w; the sum of w (z − z_target) log2 e; written
-    N,
-    V,
-    D,
-    splits,
-    tiles_per_split,
-    logit_scale,
-    softcap,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    N, V, D, splits, tiles_per_split, logit_scale, softcap,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     EVEN_V: tl.constexpr,  # BLOCK_V divides V
-):
+):  # fmt: skip
     """Sums of w over each split of the vocabulary and, if asked for, w itself."""
     count = N
     if live_ptr is not None:

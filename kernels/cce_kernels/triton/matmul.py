@@ -99,31 +99,17 @@ def product_kernel(
     times_ptr,  # () fp32 or None: what A B is multiplied by
     active_ptr,  # () int32 or None: where 0, there is nothing to do
     factor_ptr,  # this pointer and the next three are RowTerms, or all None
-    row_coefficient_ptr,
-    columns_ptr,
-    c_ptr,
+    row_coefficient_ptr, columns_ptr, c_ptr,
     keys_ptr,  # this pointer and the next four are TargetTerms, or all None
-    order_ptr,
-    bounds_ptr,
-    coefficient_ptr,
-    e_ptr,
+    order_ptr, bounds_ptr, coefficient_ptr, e_ptr,
     live_ptr,  # (M,) int64 or None: the row of out of each row of A B (targets/live_rows.py)
     count_ptr,  # () int32 or None: how many positions count, of the M rows; or of the K with TRANSPOSE_A
     left_ptr,  # this pointer and the next are RankOne, or None
     right_ptr,
     c_stride,  # from one row of c to the next
     e_stride,  # from one row of e to the next
-    M,
-    COLS,
-    K,
-    splits,
-    split_rows,
-    steps_per_split,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    TRANSPOSE_A: tl.constexpr,
+    M, COLS, K, splits, split_rows, steps_per_split,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TRANSPOSE_A: tl.constexpr,
     PLACES: tl.constexpr,  # tokens of a tile's targets that are added at a time
     READ: tl.constexpr,  # whether to add what out and lost hold
     KEEP: tl.constexpr,  # whether to write lost
@@ -131,7 +117,7 @@ def product_kernel(
     SERIES: tl.constexpr,  # steps whose sum is complete before it joins the tile's sum; 0 for all steps
     EIGHTS: tl.constexpr,  # see runtime/tiles.by_eights
     TARGETS: tl.constexpr,  # of a token, in RowTerms and TargetTerms
-):
+):  # fmt: skip
     """out (+)= A B; see this file's docstring."""
     COLS = by_eights(COLS, EIGHTS)
     if OVERLAP:

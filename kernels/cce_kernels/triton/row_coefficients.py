@@ -34,13 +34,9 @@ def row_coefficients_kernel(
     columns_ptr,  # (N,) int64, each row's target column (row_math.py)
     a_ptr,  # (N,) fp32, written
     b_ptr,  # (N,) fp32, written
-    grad_stride,
-    lse_stride,
-    N,
-    z_loss,
-    IGNORED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_stride, lse_stride, N, z_loss,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write a and b."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N
@@ -101,11 +97,9 @@ def row_factors_kernel(
     of_lse_ptr,  # (2, N) fp32; read if grad_lse_ptr is given
     factor_out_ptr,  # (N,) fp32, written
     coefficient_out_ptr,  # (N,) fp32, written
-    grad_stride,
-    lse_stride,
-    N,
+    grad_stride, lse_stride, N,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write dL/d(row loss) · (factor, coefficient) + dL/dLSE · of_lse."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N

@@ -57,24 +57,12 @@ def rows_kernel(
     factor_ptr,  # (N,) fp32 or None: factor from w to dL/d(e · c), written
     coefficient_ptr,  # (N,) fp32 or None: dL/d(e · c) of the target, written
     of_lse_ptr,  # (2, N) fp32 or None: `Gradient.of_lse`, written
-    e_stride,
-    c_stride,
-    w_stride,
+    e_stride, c_stride, w_stride,
     metrics_stride,  # from the row of metrics_ptr to the next: the rows of all chunks
-    N,
-    V,
-    D,
-    splits,
-    logit_scale,
-    softcap,
-    z_loss,
-    label_smoothing,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    N, V, D, splits, logit_scale, softcap, z_loss, label_smoothing,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Each row's LSE, −log p, metrics and gradient factors from the partial sums.
 
     A row whose sum overflowed is computed again: first its LSE with a running maximum, then w with the LSE as offset.

@@ -30,13 +30,9 @@ def column_sum_kernel(
     x_ptr,  # (R, K), rows x_stride apart
     weight_ptr,  # (R,) fp32 or None
     out_ptr,  # (parts, K) fp32, written
-    x_stride,
-    R,
-    K,
-    rows_per_part,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    x_stride, R, K, rows_per_part,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """out[part] = Σ weight_i x_i over the part's rows."""
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     first = tl.program_id(1) * rows_per_part
@@ -57,12 +53,9 @@ def row_products_kernel(
     e_ptr,  # (N, D), rows e_stride apart
     vector_ptr,  # (D,) fp32
     out_ptr,  # (N,) fp32, written
-    e_stride,
-    N,
-    D,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    e_stride, N, D,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """out_i = e_i · vector."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS,), dtype=tl.float32)

@@ -50,12 +50,9 @@ def target_rows_kernel(
     coefficient_ptr,  # (N,) fp32
     out_ptr,  # (N, D): a sum, written
     lost_ptr,  # (N, D) int8 or None: the sum's rounding error, written
-    c_stride,
-    N,
-    D,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    c_stride, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[i] = coefficient_i C_target; 0 for a row without a target."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -75,12 +72,10 @@ def targets_kernel(
     coefficient_ptr,  # (N,) fp32
     out_ptr,  # (V, D), added to
     spill_ptr,  # (programs, D) fp32: this program's part of a run that began in an earlier program, written
-    e_stride,
-    N,
-    D,
+    e_stride, N, D,
     PLACES: tl.constexpr,  # rows of a program
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """out[v] += Σ coefficient_i e_i over the rows whose target is v, for the runs that begin in this program.
 
     A run is a sequence of equal keys. Its rows in later programs go to spill_ptr.
@@ -147,11 +142,9 @@ def added_kernel(
     peak_ptr,  # () fp32, what the values are divided by
     x_stride,
     first,  # the column of x's first one
-    N,
-    W,
-    TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    N, W,
+    TARGETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """x[i, columns_ik − first] += value_ik / peak, one k after the other. A row has one owner."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     peak = tl.load(peak_ptr)

@@ -78,13 +78,9 @@ def gather_kernel(
     count_ptr,  # () int32: how many of the N positions count
     some_ptr,  # () int32: where 0, there is nothing to do; or None
     out_ptr,  # (N, D), rows out_stride apart, written
-    x_stride,
-    out_stride,
-    N,
-    D,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_stride, out_stride, N, D,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out[i] = x[rows[i]]; 0 at positions that do not count."""
     count = tl.load(count_ptr)
     if some_ptr is not None:

@@ -26,12 +26,10 @@ def target_order_kernel(
     keys_ptr,  # (N,) int32, written: the target columns in ascending order
     order_ptr,  # (N,) int64, written: the rows in that order
     bounds_ptr,  # (tiles + 1,) int32, written: where in keys_ptr the targets of each tile begin; or None
-    N,
-    tiles,
+    N, tiles,
     TILE: tl.constexpr,  # tokens of the vocabulary in a tile
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Count what comes before each row, and before the first entry of each tile.
 
     A row's place in the order is the number of pairs (target, row) that are smaller than its own. A pair is one int64.
