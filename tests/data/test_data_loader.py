@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from linrnn.core.errors import DataError
 from linrnn.data import Batch, BatchesOnce, BatchLoader, ShardSet
-from linrnn.data import batches as batches_module
 from linrnn.data.batches import cycle_of
-from linrnn.distributed import DistributedRanks, Ranks
-from linrnn.training.evaluation import _without_labels
 
 
 @pytest.fixture(scope="module")
@@ -183,27 +180,6 @@ def test_a_bounded_validation_pass_predicts_exactly_so_many_tokens(shards):
     for max_tokens in (1, 47, 64, 65, 10**9):
         batches = list(BatchesOnce(shards, 16, 2, max_tokens))
         assert sum(batch.n_tokens for batch in batches) == min(max_tokens, shards.n_tokens - 1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("reset", [False, True])
-def test_ranks_build_the_validation_batches_that_they_use_and_no_others(shards, world_size, reset, monkeypatch):
-    whole = list(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset))
-    rounds = -(-len(whole) // world_size)
-    built: list[int] = []
-    build = batches_module.make_batch
-    monkeypatch.setattr(batches_module, "make_batch", lambda *a, **k: built.append(1) or build(*a, **k))
-    seen: list[Batch] = []
-    for rank in range(world_size):
-        ranks = DistributedRanks.__new__(DistributedRanks) if world_size > 1 else Ranks()
-        ranks.rank, ranks.world_size = rank, world_size
-        built.clear()
-        own = list(ranks.share(BatchesOnce(shards, 16, 2, 500, reset_at_document=reset), _without_labels))
-        assert len(own) == len(built) == rounds
-        seen += own
-    assert sum(batch.n_tokens for batch in seen) == sum(batch.n_tokens for batch in whole)
-    kept = torch.cat([batch.labels[batch.labels != -100] for batch in seen])
-    assert sorted(kept.tolist()) == sorted(torch.cat([b.labels[b.labels != -100] for b in whole]).tolist())
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [3, 1, 2], [0.01, 0.99], [0.333, 0.333, 0.334], [5]])
