@@ -159,12 +159,14 @@ class LanguageModel(nn.Module):
             forward: Callable[..., Any] = MethodType(type(block).forward, block)
             if self._compiled == "blocks":
                 forward = torch.compile(forward)
-            if self.checkpointing == "full":
-                forward = partial(checkpoint, forward, use_reentrant=False)
-            elif self.checkpointing == "selective":
-                contexts = partial(create_selective_checkpoint_contexts, _keeps)
-                forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-            block.forward = forward
+            again = partial(checkpoint, forward, use_reentrant=False)
+            contexts = partial(create_selective_checkpoint_contexts, _keeps)
+            of_modes: dict[str, Callable[..., Any]] = {
+                "none": forward,
+                "full": again,
+                "selective": partial(again, context_fn=contexts),
+            }
+            block.forward = of_modes[self.checkpointing]
 
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:
