@@ -36,7 +36,7 @@ from linrnn.core.output import say
 BEFORE, NOW, PLAIN = "before", "now", "now, launches alone"
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {}, "256 MiB": {"workspace_mib": 256}, "filter": {"preset": "cce_filter"},
-    "metrics": {"return_metrics": True},
+    "metrics": {"return_metrics": True}, "4 targets": {},
 }  # fmt: skip
 SEED = 0
 
@@ -102,7 +102,8 @@ def measure(config: BenchConfig, before: ModuleType, record: common.Record) -> I
     for text in config.shapes:
         problem = make_problem(parse_shape(text), config.logits, torch.bfloat16, record.device, SEED)
         for options in config.options:
-            calls = {name: partial(call, *of, problem, options) for name, of in versions.items()}
+            arguments = targets_of(problem, options) | OPTIONS[options]
+            calls = {name: partial(call, *of, problem, arguments) for name, of in versions.items()}
             found = {}
             for name, action in calls.items():
                 losses = [action() for _ in range(config.warmup)]
@@ -124,10 +125,24 @@ def measure(config: BenchConfig, before: ModuleType, record: common.Record) -> I
         common.free(record.device)
 
 
-def call(of: ModuleType, context: Any, problem: Problem, options: str) -> torch.Tensor:
+def targets_of(problem: Problem, options: str) -> dict[str, Any]:
+    """The labels. For `4 targets` three random tokens beside each, with weights that sum to 1."""
+    labels = problem.labels_N
+    if options != "4 targets":
+        return {"targets": labels}
+    generator = torch.Generator(labels.device).manual_seed(SEED)
+    size = (len(labels), 4)
+    targets = torch.randint(len(problem.weight_VD), size, generator=generator, device=labels.device)
+    targets[:, 0] = labels
+    targets[labels < 0] = -100
+    weights = torch.rand(size, generator=generator, device=labels.device).softmax(1)
+    return {"targets": targets, "target_weights": weights}
+
+
+def call(of: ModuleType, context: Any, problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
     problem.clear_gradients()
     with context():
-        found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, problem.labels_N, **OPTIONS[options])
+        found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, **arguments)
     loss = found[0] if isinstance(found, tuple) else found
     loss.backward()
     return loss.detach()
