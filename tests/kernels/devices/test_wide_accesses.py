@@ -19,12 +19,8 @@ KERNELS = {"target_logits_kernel", "product_kernel", "scaled_rows_kernel", "hidd
 
 
 def test_eights_are_sizes_of_which_triton_knows_nothing():
-    assert [in_eights(*sizes) for sizes in ((1000, 1024), (1024, 64), (1000, 1001), (1001,))] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert in_eights(1000, 1024)
+    assert not any(in_eights(*sizes) for sizes in ((1024, 64), (1000, 1001), (1001,)))
 
 
 @pytest.mark.parametrize("rows", [256, 128], ids=["one chunk", "two chunks"])
