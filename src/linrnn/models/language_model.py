@@ -142,7 +142,7 @@ class LanguageModel(nn.Module):
     def set_compile(self, mode: str) -> None:
         """Choose what torch.compile compiles: `none`, each of the `blocks`, or the whole `model` without its head.
 
-        FLA's recurrent kernels stay outside the graphs (:mod:`linrnn.profiling.graphs` counts the breaks).
+        FLA's recurrent kernels stay outside the graphs.
         """
         if mode != "none":
             # FLA's layers read their number, `layer_idx`. torch 2.11 compiles a layer anew for each number, eight times

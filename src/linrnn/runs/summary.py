@@ -32,7 +32,7 @@ MEASURED = (
     *("peak_memory_bytes", "peak_memory_is", "memory_bytes", "gpu_shared"),
     *("tokens_per_second", "tokens_per_second_is", "wall_step_ms", "step_time_ms_median", "host_step_ms"),
     *("loss_layer_ms", "measured_steps", "mfu", "mfu_6n", "wall_seconds", "started", "ended"),
-    *("device", "gpu_state", "compiled", "data_fingerprint"),
+    *("device", "gpu_state", "data_fingerprint"),
 )
 
 

@@ -79,7 +79,6 @@ class RunLog:
         speed: time of the steps and of the output layer.
         memory: bytes by component.
         gpu_state: clocks, power and temperature at the last steps; None on a CPU and before that.
-        compiled: the graphs of the first step (`GraphCounter.report`); None if nothing is compiled.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class RunLog:
         self.speed = SpeedMeter(plan.device, plan.unmeasured_steps, plan.tokens_per_step)
         self.memory = MemoryByComponent(model, optimizer, plan.device)
         self.gpu_state: dict[str, Any] | None = None
-        self.compiled: dict[str, Any] | None = None
 
     def line(self, text: str = "") -> None:
         """Print a line for people. Silent before :meth:`begin`, and on every rank but the first."""
@@ -417,7 +415,6 @@ class RunLog:
             "ended": utc_now(),
             "device": device_name(plan.device),
             "gpu_state": self.gpu_state,
-            "compiled": self.compiled,
             "data_fingerprint": self._data.fingerprint,
             "command": command_line(),
         }

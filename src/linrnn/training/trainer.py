@@ -25,7 +25,6 @@ from linrnn.losses import LossBackend, build_loss
 from linrnn.models import BlankModel, tuning
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import LossAndStats, LossObserver, forward_backward
-from linrnn.profiling.graphs import GraphCounter, in_words
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
 from linrnn.training.checkpoint import Checkpointer
@@ -298,11 +297,7 @@ class Trainer:
         with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
             if compilation.rehearses(self.config, self.device):
                 self._compile_kernels()
-            counter = GraphCounter() if compiled != "none" else None
             record = self.train_step()
-            if counter is not None:
-                self.log.compiled = counter.report()
-                self.log.line(in_words(self.log.compiled))
         synchronize(self.device)
         self.stop.renew()
         took, since = time.monotonic() - began, seconds_since_start()

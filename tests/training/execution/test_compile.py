@@ -1,20 +1,20 @@
-"""`trainer.compile`: the same losses compiled or not, graphs and their breaks counted, and what is refused."""
+"""`trainer.compile`: the same losses compiled or not, and layers that share their graphs."""
 
 import functools
 
 import pytest
 import torch
 from fitting import fitted, losses, summary_of
+from torch._dynamo.testing import CompileCounter
 
 from linrnn.config import load_config
 from linrnn.config.schema import ModelConfig
 from linrnn.core.errors import UnsupportedError
 from linrnn.models import build_model, check_supported
 from linrnn.models.architecture import resolve
-from linrnn.profiling.graphs import GraphCounter, in_words
 
 
-def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(small, monkeypatch):
+def test_a_compiled_run_has_the_losses_of_another(small, monkeypatch):
     """With Dynamo only (no C++ compiler needed)."""
     options = ("model=transformer", "loss=standard", "size.num_layers=1", "trainer.checkpoint_every=0")
     options += ("trainer.max_steps=2", "trainer.valid_tokens=160")
@@ -22,43 +22,7 @@ def test_a_compiled_run_has_the_losses_of_another_and_counts_its_graphs(small, m
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     run = fitted(small(*options, "trainer.compile=model"))
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    summary = summary_of(run)
-    found = summary["compiled"]
-    assert found["graphs"] >= 1
-    assert found["graph_breaks"] == sum(found["reasons"].values())
-    line = f"torch.compile: {found['graphs']} graphs, {found['graph_breaks']} graph breaks"
-    assert line in (run.directory.path / "train.log").read_text()
-    assert "trainer.compile=model" in summary["training"]
-    without = summary_of(plain)
-    assert without["compiled"] is None
-
-
-def test_a_graph_break_is_counted_with_its_reason():
-    counter = GraphCounter()
-    assert counter.report() == {"graphs": 0, "graph_breaks": 0, "reasons": {}, "over_limit": 0}
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        torch._dynamo.graph_break()
-        return y * 2
-
-    torch.compile(broken, backend="eager")(torch.ones(3))
-    report = counter.report()
-    assert report["graphs"] == 2
-    assert report["graph_breaks"] == sum(report["reasons"].values()) == 1
-    assert in_words(report).startswith("torch.compile: 2 graphs, 1 graph breaks (1 x ")
-    assert GraphCounter().report()["graphs"] == 0, "a later counter starts anew"
-
-
-def test_a_function_that_needs_more_graphs_than_torch_allows_is_counted_and_told():
-    counter = GraphCounter()
-    with torch._dynamo.config.patch(recompile_limit=2, specialize_float=True):
-        compiled = torch.compile(lambda x, by: x * by, backend="eager")
-        for by in range(4):
-            compiled(torch.ones(3), by + 0.5)
-    report = counter.report()
-    assert (report["graphs"], report["over_limit"]) == (2, 1)
-    assert in_words(report).endswith("; functions over torch's limit of graphs, partly uncompiled: 1")
+    assert "trainer.compile=model" in summary_of(run)["training"]
 
 
 @pytest.mark.parametrize("mode", ["blocks", "model"])
@@ -79,14 +43,13 @@ def test_layers_that_read_their_number_share_graphs(mode, monkeypatch):
         return forward(self, kernel(hidden_states + 0 * self.layer_idx), **named)
 
     monkeypatch.setattr(kind, "forward", numbered)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    counter = GraphCounter()
+    graphs = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
     torch._dynamo.reset()
     model.set_compile(mode)
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         model(torch.zeros(1, 16, dtype=torch.int64))
-    assert counter.report()["graphs"] < layers
-    assert counter.report()["over_limit"] == 0
+    assert 0 < graphs.frame_count < layers
 
 
 @pytest.mark.gpu
