@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.problems import Problem, extra_mib, make_problem, parse_shape, relative_error, step, time_ms
 from benchmarks.training_step import TrainingStep, random_batch
-from linrnn import costs
 from linrnn.config import cli, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
@@ -88,10 +87,10 @@ class LossRow:
     ms_shard: float  # one GPU that does a rank's share alone: all tokens, a rank's rows of the head
     mib: float | None  # memory of a rank beyond inputs and gradients
     mib_alone: float | None
-    sent_mib: float | None  # by each rank, from formulas
     efficiency: float  # ms_alone / (ranks x ms)
     error_hidden: float  # relative errors of rank 0's gradients against one GPU's
     error_weight: float
+    sent_mib: float | None = None  # by each rank, from formulas; of committed rows alone
     run: str = ""
 
     status: ClassVar[str] = "ok"
@@ -114,7 +113,7 @@ class StepRow:
     step_ms: float
     efficiency: float | None  # tokens/s against as many GPUs alone, in this repeat, with the sequences of `weak`
     gib: float | None  # peak memory of the rank that holds most; null on a CPU
-    sent_gib: float | None  # by each rank in a step, from formulas
+    sent_gib: float | None = None  # by each rank in a step, from formulas; of committed rows alone
     gib_is_own: bool = True  # false: FSDP's row comes after DDP's, and lacks DDP's gradients that NCCL still held
     blocks_together: int = 1
     keep_gathered: bool = False
@@ -215,10 +214,9 @@ def measure_loss(ranks: DistributedRanks, name: str, config: BenchConfig, device
         for key, (loss, problem) in calls.items():
             times[key].append(_slowest(ranks, partial(step, loss, problem), device))
     ms = {key: median(values) for key, values in times.items()}
-    sent = costs.vocabulary_loss_bytes(loss_config, shape.n, shape.d, shape.v, dtype.itemsize, world)
     return LossRow(
         name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
-        memory["alone"], sent and sent / MIB, ms["alone"] / (world * ms["together"]), *errors,
+        memory["alone"], ms["alone"] / (world * ms["together"]), *errors,
     )  # fmt: skip
 
 
@@ -319,14 +317,10 @@ def _measure_mode(
     ms = median(_slowest(ranks, several, device) / config.steps for _ in range(3))
     host_ms = median(_slowest_host(ranks, train_step, device) for _ in range(config.steps))
     peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
-    sent = costs.communication(
-        arch, parallel, world_size=world, sequences=sequences, seq_len=config.seq_len, precision=precision,
-        loss=run.loss,
-    )  # fmt: skip
     sharded, scaling = mode in SHARDED, "alone" if mode == "none" else "weak"
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms, None,
-        ranks.largest(peak)[0] or None, None if sent is None else sum(sent.values()) / GIB,
+        ranks.largest(peak)[0] or None,
         blocks_together=config.blocks_together if sharded else 1, keep_gathered=config.keep_gathered and sharded,
         cuda_graph=config.cuda_graph, host_ms=host_ms,
     )  # fmt: skip
@@ -351,7 +345,6 @@ LOSSES: common.Columns = {
     "efficiency": "efficiency:.2f",
     "MiB a rank": "mib:.0f",
     "MiB on one": "mib_alone:.0f",
-    "MiB sent": "sent_mib:.0f",
     "dE": "error_hidden:.1e",
     "dC": "error_weight:.1e",
 }
@@ -366,7 +359,6 @@ STEPS: common.Columns = {
     "tokens/s": "tokens_per_second:,.0f",
     "efficiency": lambda row: row.efficiency_in_words,
     "GiB": lambda row: row.first.memory,
-    "GiB sent": lambda row: show(row.first.sent_gib, ".2f"),
 }
 
 

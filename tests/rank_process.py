@@ -4,7 +4,6 @@ On CPUs it is forked from a process that has imported everything, or serves many
 is new: FLA asks for the GPU's name when it is imported, and CUDA does not survive a fork.
 """
 
-import contextlib
 import errno
 import json
 import os
@@ -13,15 +12,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from forked import ROOT, spawn, start
 from pool import Pool
 
@@ -44,16 +41,11 @@ def start_ranks(
     return [begin(_rank, *arguments) for arguments in _of_ranks(overrides, world_size, log, fault, script)]
 
 
-def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path, counted: bool = False) -> list[int | None]:
-    """Exit codes of `train.py` in `world_size` processes of a pool, or in new ones with GPUs; see `start_ranks`.
-
-    Args:
-        counted: print the bytes that each step sends.
-    """
+def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path) -> list[int | None]:
+    """Exit codes of `train.py` in `world_size` processes of a pool, or in new ones with GPUs; see `start_ranks`."""
     if "device=cuda" in overrides:  # kernels are compiled
-        return ended(start_ranks(overrides, world_size, log, "counted" if counted else ""), seconds=240)
-    fault = "counted" if counted else ""
-    return pool.run(_rank, _of_ranks(overrides, world_size, log, fault, "train.py"), seconds=60)
+        return ended(start_ranks(overrides, world_size, log), seconds=240)
+    return pool.run(_rank, _of_ranks(overrides, world_size, log, "", "train.py"), seconds=60)
 
 
 def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
@@ -85,8 +77,7 @@ def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[st
         Watch.GRACE_SECONDS = 2.0
         _at_third_step(rank, FAULTS[fault])
     sys.argv = [script, *overrides]
-    with bytes_counted() if fault == "counted" else contextlib.nullcontext():
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def set_launch(rank: int, world_size: int, port: int) -> None:
@@ -175,49 +166,6 @@ def _not_rehearsed(rank: int) -> None:
         original(*arguments)
 
     compilation.rehearse, compilation.rehearses = rehearse, lambda config, device: True
-
-
-@contextlib.contextmanager
-def bytes_counted() -> Iterator[None]:
-    """No fault: print what a rank sends in each step, as rings send it, in tensors of more than 100 entries, and what
-    the loss's own kernels send of that."""
-    sent = by_loss = 0.0
-
-    def counted(original: Callable[..., Any], whole: int, times: int | None) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal sent, by_loss
-            tensor = arguments[whole] if len(arguments) > whole else options["input"]
-            group = options.get("group")
-            ranks = group[0].size(group[1]) if isinstance(group, tuple) else dist.get_world_size(group)  # (mesh, dim)
-            if tensor.numel() > 100:
-                size = (times or ranks) * tensor.nbytes * (ranks - 1) / ranks
-                sent += size
-                by_loss += size * sys._getframe(1).f_globals["__name__"].startswith("cce_kernels.")
-            return original(*arguments, **options)
-
-        return call
-
-    def train_step(self: Trainer) -> Any:
-        nonlocal sent, by_loss
-        sent = by_loss = 0.0
-        record = original_step(self)
-        print(f"sent {sent:.0f} bytes, {by_loss:.0f} of them by the loss")
-        return record
-
-    original_step = Trainer.train_step
-    # torch 2.13 has other names beside the old ones
-    functions = dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), (0, 1))
-    functions |= dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), (1, 1))
-    functions["all_reduce"] = (0, 2)
-    with contextlib.ExitStack() as patches:
-        for name, (whole, times) in functions.items():
-            if original := getattr(dist, name, None):
-                patches.enter_context(patch.object(dist, name, counted(original, whole, times)))
-        of_dtensor = next(name for name in ("all_gather_single", "all_gather_tensor") if hasattr(functional, name))
-        gathered = counted(getattr(functional, of_dtensor), 0, None)  # is given a rank's own part
-        patches.enter_context(patch.object(functional, of_dtensor, gathered))
-        patches.enter_context(patch.object(Trainer, "train_step", train_step))
-        yield
 
 
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:

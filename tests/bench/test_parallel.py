@@ -44,7 +44,7 @@ def step_memory(row: StepRow, config: Config) -> costs.MemoryEstimate:
 def steps(parallel: str, ranks: int, ms: float, efficiency: float | None, **other: Any) -> StepRow:
     scaling = {"none": "alone"}.get(parallel, "weak")
     return StepRow(
-        "gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, 8, 2048, ms, efficiency, 60.0, 0.0, **other
+        "gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, 8, 2048, ms, efficiency, 60.0, **other
     )
 
 

@@ -26,7 +26,6 @@ from linrnn.costs import (
     model_flops,
     model_flops_6n,
     peak_flops_per_second,
-    vocabulary_loss_bytes,
 )
 from linrnn.costs.flops import forward_flops
 from linrnn.experiments.dry_run import kernel_flops as foreseen_flops
@@ -360,21 +359,6 @@ def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monk
     for parallel, ranks in (("vocab", 4), ("fsdp", 1)):
         plan = Plan(load_config([f"parallel={parallel}"]), torch.device("cpu"), "fp32", 4)
         assert foreseen_flops(plan, None) == ranks
-
-
-def test_what_the_vocabulary_parallel_loss_sends_by_hand():
-    """For each of 4 ranks and a batch in bf16."""
-    n, d, v = 16384, 2048, 128256
-    exact = 3 * n * (8 + d * (2 + 4)) // 4 + 3 * n * 8  # labels, states, gradients; two numbers
-    rows = 3 * n * 4 // 4  # a number in fp32, gathered; twice that, added up
-    again = 4 * rows + rows  # logits computed again: a third number of each rank, and the row losses' gradients
-    for loss, more in (
-        (KAHAN, 0),
-        (replace(KAHAN, workspace_mib=8), again),
-        (replace(FILTER, filter_mass=0.0), 0),
-        (IF_FASTER, 0),  # exact: over shards a filter never is
-    ):
-        assert vocabulary_loss_bytes(loss, n, d, v, 2, 4) == exact + more
 
 
 def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing():

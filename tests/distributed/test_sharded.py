@@ -8,11 +8,10 @@ from typing import Any
 import cce_kernels as kernels
 import pytest
 import torch
-from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, run_in, start_ranks, summary_of
+from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, LinrnnError
-from linrnn.costs import communication
 from linrnn.distributed.sharding import vocabulary_shards
 from linrnn.experiments.dry_run import print_forecast
 from linrnn.models.architecture import resolve
@@ -86,35 +85,6 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(world_size, cut
     load_model(found(directory / "checkpoints")[-1], one.model.hf)
     for name, tensor in one.model.hf.state_dict().items():
         assert (tensor - trained_by_one[name]).abs().max() < 2e-3, name  # AdamW's steps of 1e-3, whatever the gradient
-
-
-@pytest.mark.parametrize(
-    ("world_size", "cut"),
-    [
-        (2, FSDP),
-        (2, (*FSDP, *TOGETHER, "optimizer=muon")),
-        (4, (*VOCAB, TWO_GROUPS, UNTIED)),
-        (2, (*VOCAB, "loss=cce_filter")),
-        (2, (*VOCAB, "loss=cce_filter", "loss.filter_mass=0")),
-    ],
-)
-def test_the_bytes_that_ranks_send_are_those_foreseen(world_size, cut, small, pool, tmp_path):
-    log, overrides = tmp_path / "ranks", small(*cut, "trainer.batch_size=4", "trainer.accumulation_steps=2")
-    assert run_in(pool, overrides, world_size, log, counted=True) == [0] * world_size, output(log, world_size)
-    lines = [line.split() for line in output(log, world_size).splitlines() if line.startswith("sent ")]
-    sent_in_steps = [(float(words[1]), float(words[3])) for words in lines]
-    assert len(sent_in_steps) == 3 * world_size
-    counts = set(sent_in_steps)  # without the objects by which ranks compare their first calls
-    config = load_config(overrides)
-    foreseen = communication(
-        resolve(config.model, config.size, 512), config.parallel, world_size=world_size,
-        sequences=4 * config.parallel.data_ranks(world_size) // world_size, seq_len=80, precision="fp32",
-        loss=config.loss, micro_steps=2, optimizer=config.optimizer,
-    )  # fmt: skip
-    assert len(counts) == 1, "all ranks, all steps"
-    sent, by_loss = counts.pop()
-    assert sent == pytest.approx(sum(foreseen.values()), rel=0.01)  # FSDP pads what it cannot cut evenly
-    assert by_loss == foreseen.get("loss", 0)
 
 
 @pytest.mark.parametrize("model", ["gated_deltanet", "kda"])

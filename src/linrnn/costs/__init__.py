@@ -4,14 +4,13 @@ Formulas are registered by the names of models and losses; a loss's formulas sta
 without formulas has None (*unknown* in reports), never the figure of another one.
 """
 
-from linrnn.costs.communication import communication, vocabulary_loss_bytes
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second
 from linrnn.costs.flops import KernelFlops, kernel_flops, mfu, model_flops, model_flops_6n
 from linrnn.costs.gpus import GPUS, Gpu, step_seconds, uncertainty
 from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
 
 __all__ = [
-    "ASSUMED_CPU_SHARE", "ASSUMED_MFU", "GPUS", "Gpu", "KernelFlops", "MemoryEstimate", "communication", "kernel_flops",
+    "ASSUMED_CPU_SHARE", "ASSUMED_MFU", "GPUS", "Gpu", "KernelFlops", "MemoryEstimate", "kernel_flops",
     "loss_memory", "memory_estimate", "mfu", "model_flops", "model_flops_6n", "peak_flops_per_second", "step_seconds",
-    "training_state", "uncertainty", "vocabulary_loss_bytes",
+    "training_state", "uncertainty",
 ]  # fmt: skip
