@@ -207,10 +207,12 @@ def test_the_plots_are_those_that_the_runs_allow(tmp_path):
     times = {"loss_layer_ms": {"forward": 0.1, "backward": 0.2}, "steps": 20}
     lengths = [run("cce_kahan", seq_len=t, batch_size=16384 // t, **times) for t in (512, 2048)]
     chunks = [run("cce_kahan", seed=1, chunk_size=c, **times) for c in (64, 128)]
+    batches = [run("cce_kahan", batch_size=b, **times) for b in (8, 16)]
     for number, (runs, expected) in enumerate(
         (
             (lengths, set()),
             (chunks, {"memory.png"}),
+            (batches, {"memory.png", "speed_by_batch.png"}),
             (FIVE_SEEDS, {"loss_curves.png", "pareto.png", "memory.png"}),
         )
     ):

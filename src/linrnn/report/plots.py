@@ -1,7 +1,7 @@
 """Plots of runs. Each has one message and axes with units. A loss has the same colour in all of them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from textwrap import fill
 from typing import Any
@@ -187,7 +187,30 @@ def memory_parts(runs: Sequence[Run]) -> Any:
 
 # ------------------------------------------------------------------------------------------------ speed against others
 def pareto(runs: Sequence[Run]) -> Any:
-    """Tokens/s against peak memory: one panel per model and kind of checkpointing. Up and to the left is better.
+    """Tokens/s against peak memory. Up and to the left is better."""
+    title = "Speed against memory (better: up and left)"
+    figure, panels = _speeds(runs, lambda run: run.summary["peak_memory_bytes"] / GIB, "peak memory, GiB", title)
+    for axes in panels:
+        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
+        axes.ticklabel_format(axis="x", useOffset=False)
+    return figure
+
+
+def speed_by_batch(runs: Sequence[Run]) -> Any:
+    """Tokens/s against sequences per batch."""
+    title = "Does a larger batch give speed?"
+    figure, panels = _speeds(runs, lambda run: run.summary["batch_size"], "sequences per batch", title)
+    ticks = sorted({run.summary["batch_size"] for run in measured(runs)})
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+    return figure
+
+
+def _speeds(runs: Sequence[Run], place: Callable[[Run], float], x_label: str, title: str) -> tuple[Any, list[Any]]:
+    """Tokens/s against the `place` of each run: one panel per model and kind of checkpointing. The figure, its axes.
 
     A point is the median over seeds, with the 90 % interval if there are several; single seeds are pale. A line joins a
     loss's points. Tokens/s start at zero, so that chance differences look as small as they are.
@@ -197,8 +220,7 @@ def pareto(runs: Sequence[Run]) -> Any:
         lambda: defaultdict(lambda: defaultdict(list))
     )
     for run, name in named(shown):
-        point = run.summary["peak_memory_bytes"] / GIB, run.summary["tokens_per_second"] / 1e3
-        points[_panel(run)][name][run.setting].append(point)
+        points[_panel(run)][name][run.setting].append((place(run), run.summary["tokens_per_second"] / 1e3))
     columns = min(max(len(points), 1), 2)
     rows = max(-(-len(points) // columns), 1)
     size = (min(1.6 + 4.2 * columns, WIDTH), 1.3 + 3.1 * rows)
@@ -211,17 +233,14 @@ def pareto(runs: Sequence[Run]) -> Any:
             lines[in_words(name)] = _draw(axes, list(by_setting.values()), found[name])
         checkpointing = "" if panel[1] == "none" else f", {panel[1]} checkpointing"
         axes.set_title(f"{heading([run for run in shown if _panel(run) == panel])}{checkpointing}")
-        axes.set_xlabel("peak memory, GiB")
-        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+        axes.set_xlabel(x_label)
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # after all points are drawn
-        axes.locator_params(axis="x", nbins=6)  # more long numbers would overlap
-        axes.ticklabel_format(axis="x", useOffset=False)
         axes.yaxis.set_major_formatter("{x:,.10g}")  # a tick at 2.5 is not 2
     for row in grid:
         row[0].set_ylabel(f"thousand tokens/s\n({clock_of(shown)})")
-    figure.suptitle("Speed against memory (better: up and left)")
+    figure.suptitle(title)
     legend_below(figure, lines, "Bars: 90 % interval over seeds. Pale: single seeds.")
-    return figure
+    return figure, list(grid.flat[: len(points)])
 
 
 def _draw(axes: Any, settings: Sequence[Sequence[tuple[float, float]]], look: Look) -> Any:

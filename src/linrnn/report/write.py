@@ -250,6 +250,8 @@ def _figures(runs: Sequence[Run], targets: Sequence[Target]) -> list[tuple[str, 
     if len({(run.summary["seq_len"], run.summary["vocab_size"]) for run in measured}) == 1:  # one problem
         if len({run.summary["loss"] for run in measured}) > 1:
             figures.append(("pareto.png", plots.pareto(measured)))
+        if len({run.summary["batch_size"] for run in measured}) > 1:
+            figures.append(("speed_by_batch.png", plots.speed_by_batch(measured)))
         if on_gpu := [run for run in measured if run.on_gpu]:
             figures.append(("memory.png", plots.memory_parts(on_gpu)))
     return figures
