@@ -15,7 +15,7 @@ from linrnn.core.machine import GIB
 from linrnn.core.tables import Table, show
 from linrnn.losses import LossOutput
 from linrnn.models.architecture import Architecture
-from linrnn.profiling.components import PROJECTIONS, PartClock, SavedActivations
+from linrnn.profiling.components import PROJECTIONS, PartClock
 from linrnn.runs.environment import describe_environment
 from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
 from linrnn.runs.summary import names_of_run
@@ -31,8 +31,8 @@ STATE = ("parameters", "gradients", "optimizer", "activations")
 def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str, Any]:
     """Measure training steps by component. In bytes, which stand beside the formulas', and seconds; None: not measured.
 
-    After the warm-up, one step measures memory and one the saved activations. `steps` steps measure times. The last
-    step measures the memory without an output layer.
+    After the warm-up, one step measures memory and `steps` steps measure times. The last step measures the memory
+    without an output layer.
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
@@ -40,12 +40,11 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
 
     Returns:
         run, environment: what was measured, as in a run's summary, and where.
-        memory: component -> {"measured", "formula"}; activations/… is what the graph saves, by the part that saves it.
+        memory: component -> {"measured", "formula"}; the parts of the activations, activations/…, by formula alone.
         time: part -> {"forward", "backward", "recomputed"}, medians; step, optimizer and host have "total".
         steps: seconds of each timed step by part and pass ("mlp/forward", "step"), whose medians `time` holds.
     """
     memory_observer = trainer.log.memory
-    saved = SavedActivations(trainer.model)
     times: list[dict[str, float]] = []
     with collected_at_known_points():
         for _ in range(warmup_steps):
@@ -53,7 +52,6 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
         memory_observer.start()
         _step(trainer)
         measured = memory_observer.report()
-        _step(trainer, saved.watch())
         for _ in range(steps):
             clock = PartClock(trainer.model, trainer.optimizer, trainer.device)
             trainer.log.memory = clock
@@ -74,7 +72,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
             "vocab_size": arch.vocab_size,
         },
         "environment": describe_environment(),
-        "memory": _memory(plan, arch, measured, saved.bytes),
+        "memory": _memory(plan, arch, measured),
         "time": {
             **{part: {one: median(times, f"{part}/{one}") for one in PASSES} for part in (*TIMED, PROJECTIONS, SCAN)},
             **{part: {"total": median(times, part)} for part in ("optimizer", "step", "host")},
@@ -124,28 +122,13 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _memory(
-    plan: Plan, arch: Architecture, measured: dict[str, int | None], saved: Mapping[str, int]
-) -> dict[str, dict[str, int | None]]:
+def _memory(plan: Plan, arch: Architecture, measured: dict[str, int | None]) -> dict[str, dict[str, int | None]]:
     estimate = plan.memory_estimate(arch)
     formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
-    residual = saved.get("norms", 0) + saved.get("other", 0)
-    rows: dict[str, tuple[int | None, int | None]] = {
-        **{name: (measured.get(name), formula.get(name)) for name in STATE},
-        "activations/workspaces": (None, formula.get("activations/workspaces")),
-        "activations/weight_copies": (saved.get("weight_copies", 0), formula.get("activations/weight_copies")),
-        "activations/embedding": (saved.get("embedding", 0), None),
-        "activations/mixer": (saved.get("mixer", 0), formula.get("activations/mixer")),
-        "activations/mlp": (saved.get("mlp", 0), formula.get("activations/mlp")),
-        "activations/norms_and_residual": (residual, formula.get("activations/residual")),
-        "activations/loss_inputs": (None, formula.get("activations/loss_inputs")),
-        "loss_saved": (saved.get("loss", 0), None),
-        **{name: (measured.get(name), formula.get(name)) for name in ("loss_forward", "loss_backward", "peak")},
-        "peak/without_loss_layer": (measured.get("without_loss_layer"), None),
-    }
-    if "resident_peak" in measured:
-        rows["resident_peak"] = (measured["resident_peak"], None)
-    return {name: {"measured": found, "formula": expected} for name, (found, expected) in rows.items()}
+    measured = {**measured, "peak/without_loss_layer": measured["without_loss_layer"]}
+    names = [*dict.fromkeys([*STATE, *formula, "loss_forward", "loss_backward", "peak", "peak/without_loss_layer"])]
+    names += ["resident_peak"] * ("resident_peak" in measured)
+    return {name: {"measured": measured.get(name), "formula": formula.get(name)} for name in names}
 
 
 # ------------------------------------------------------------------------------------------------------- for people

@@ -1,20 +1,16 @@
-"""Measure memory and time of a model's parts in training steps: mixers, MLPs, norms, embedding, loss, optimizer."""
+"""Measure the time of a model's parts in training steps: mixers, MLPs, norms, embedding, loss, optimizer."""
 
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.hooks import RemovableHandle
 
 from linrnn.models import LanguageModel
-from linrnn.models.language_model import KEPT_PRODUCTS
 from linrnn.profiling.observe import LOSS_BACKWARD, marked
 from linrnn.profiling.timers import moment, seconds_between
 
@@ -35,98 +31,6 @@ def projections(model: LanguageModel) -> list[nn.Module]:
     return [layer for mixer in model.mixers for layer in mixer.modules() if isinstance(layer, nn.Linear)]
 
 
-def _parts(modules: dict[str, list[nn.Module]]) -> list[tuple[str, nn.Module]]:
-    return [(part, module) for part, own in modules.items() for module in own]
-
-
-@contextlib.contextmanager
-def _removed(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks after the block."""
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# --------------------------------------------------------------------------------------------- saved activations
-class SavedActivations:
-    """Bytes that the autograd graph keeps for the backward pass, by the part that saved them.
-
-    The parts are those of :func:`part_modules` and:
-
-    * `loss`: saved after the final norm, including hidden states and a copy of the head.
-    * `weight_copies`: the blocks' weights in the compute dtype, under autocast.
-    * `other`: saved between the parts. With activation checkpointing a block's inputs count here.
-
-    With selective checkpointing the results that it keeps count for the mixers and the MLPs.
-
-    A tensor that several parts keep counts once, for the first. Parameters do not count.
-    """
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self._part = "other"
-        self._seen: set[int] = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._weight_shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-        self._weight_shapes |= {shape[::-1] for shape in self._weight_shapes}
-        self.bytes: defaultdict[str, int] = defaultdict(int)
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Count what is saved inside the block, during one forward and backward pass."""
-        parts = _parts(part_modules(self._model))
-        products = _Products(self._product) if self._model.checkpointing == "selective" else contextlib.nullcontext()
-        hooks = [
-            *(module.register_forward_pre_hook(partial(self._now, part)) for part, module in parts),
-            *(module.register_forward_hook(partial(self._now, "other")) for _, module in parts),
-            *(block.register_forward_pre_hook(self._block_inputs, with_kwargs=True) for block in self._model.blocks),
-            self._model.register_forward_hook(partial(self._now, "loss")),
-        ]
-        with _removed(hooks), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor), products:
-            yield
-
-    def _now(self, part: str, *_: Any) -> None:
-        self._part = part
-
-    def _block_inputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._model.checkpointing != "none" and torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if torch.is_tensor(value) and value.is_floating_point():
-                    self._count(value)
-
-    def _product(self, result: Tensor) -> None:
-        if self._part in ("mixer", "mlp") and torch.is_grad_enabled():
-            self._count(result)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self._count(tensor)
-        return tensor.detach()  # shares the memory; a node that keeps its own output would be a reference cycle
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._seen:
-            return
-        self._seen.add(storage.data_ptr())
-        is_copy = tuple(tensor.shape) in self._weight_shapes and self._part not in ("embedding", "loss")
-        self.bytes["weight_copies" if is_copy else self._part] += storage.nbytes()
-
-
-class _Products(TorchDispatchMode):
-    """Shows `seen` the result of each operation that selective checkpointing keeps."""
-
-    def __init__(self, seen: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._seen = seen
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        if str(operation) in KEPT_PRODUCTS:
-            self._seen(result)
-        return result
-
-
-# ---------------------------------------------------------------------------------------------------------- time
 class PartClock:
     """Time between the moments when the device enters and leaves each part, forward and backward.
 
@@ -152,19 +56,24 @@ class PartClock:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Time one step: forward and backward passes and optimizer."""
-        parts = _parts({**part_modules(self._model), PROJECTIONS: projections(self._model)})
+        modules = {**part_modules(self._model), PROJECTIONS: projections(self._model)}
+        parts = [(part, module) for part, own in modules.items() for module in own]
         hooks = [
             *(module.register_forward_pre_hook(self._enter(part), with_kwargs=True) for part, module in parts),
             *(module.register_forward_hook(self._leave(part)) for part, module in parts),
             self._optimizer.register_step_pre_hook(lambda *_: self.begin("optimizer")),
             self._optimizer.register_step_post_hook(lambda *_: self.end("optimizer")),
         ]
-        with _removed(hooks), set_checkpoint_early_stop(False):
-            begun = time.perf_counter()
-            self.begin("step")
-            yield
-            self.end("step")
-            self._host_seconds = time.perf_counter() - begun
+        try:
+            with set_checkpoint_early_stop(False):
+                begun = time.perf_counter()
+                self.begin("step")
+                yield
+                self.end("step")
+                self._host_seconds = time.perf_counter() - begun
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def seconds(self) -> dict[str, float]:
         """Seconds by `part/forward`, `part/backward`, `part/recomputed`, `optimizer`, `step`, `host`.
