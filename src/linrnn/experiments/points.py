@@ -24,7 +24,7 @@ from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import SUMMARY, RunDirectory
 from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.summary import HINTS, status_of, summary_without_figures
+from linrnn.runs.summary import status_of, summary_without_figures
 
 TRAIN = CONFIG_DIR.parent / "train.py"  # in the source tree alone
 POLL_SECONDS = 0.2
@@ -245,9 +245,9 @@ class Process:
             time.sleep(POLL_SECONDS)
 
     def last_line(self) -> str:
-        """The last line about progress or end: at the left edge, without the summary's figures and hints below it."""
+        """The last line about progress or end: at the left edge, without the summary's figures below it."""
         lines = self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
-        return next((line for line in reversed(lines) if line.strip() and line[0] != " " and line != HINTS), "")
+        return next((line for line in reversed(lines) if line.strip() and line[0] != " "), "")
 
     def finish(self) -> dict[str, Any]:
         """Wait for its end, and return its summary (:meth:`conclude`). An error or Ctrl-C here ends it at once."""

@@ -49,22 +49,12 @@ def command_line() -> str:
     """
     script = Path(sys.argv[0]).resolve()
     here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) and not is_program() else sys.argv[0]
-    return _command(here, without_machine_paths(sys.argv[1:]))
-
-
-def typed_command() -> str:
-    """The same command as it was typed, with the paths of this machine: for the user to type again."""
-    return _command(sys.argv[0], sys.argv[1:])
-
-
-def _command(script: str, arguments: Sequence[str]) -> str:
-    """After Python (of the program `linrnn` nothing), or torchrun with its processes."""
     starter = [] if is_program() else ["python"]
     if processes := os.environ.get("LOCAL_WORLD_SIZE"):
         machines = os.environ.get("GROUP_WORLD_SIZE", "1")
         nodes = [f"--nnodes={machines}"] if machines != "1" else []
         starter = ["torchrun", *nodes, f"--nproc-per-node={processes}", *["-m"] * is_program()]
-    return shlex.join([*starter, *(script.split() if is_program() else [script]), *arguments])
+    return shlex.join([*starter, *(here.split() if is_program() else [here]), *without_machine_paths(sys.argv[1:])])
 
 
 def without_machine_paths(arguments: Sequence[str]) -> list[str]:

@@ -1,29 +1,23 @@
-"""summary.json, and the lines that a run prints: progress, memory, results and the next commands."""
+"""summary.json, and the lines that a run prints: progress, memory and results."""
 
 import dataclasses
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 from linrnn.config import overrides_of
-from linrnn.config.naming import HORIZON, defaults_of, paths
-from linrnn.config.schema import Config, VocabConfig
+from linrnn.config.naming import HORIZON, paths
+from linrnn.config.schema import Config
 from linrnn.config.steps import CONSTANT, ending_at, horizon
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import size_in_words
-from linrnn.core.output import PROGRAM, as_started, python
 from linrnn.losses.base import OBJECTIVE
-from linrnn.runs.directory import LOG, METRICS, PICTURE, SUMMARY, RunDirectory
-from linrnn.runs.environment import typed_command
+from linrnn.runs.directory import CHECKPOINTS, CONFIG, ENVIRONMENT, LOG, METRICS, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 WIDTH = 13  # of the names of printed figures
-HINTS = "next:"  # the last line of a run's output that stands at the left edge: commands follow
-_NEXT_LOSS = {"cce_kahan": "standard", "standard": "cce_kahan"}
-_NEXT_LOSS_BY_VOCABULARY = {"cce_kahan": "cce_filter"}  # parallel=vocab refuses all other losses
 
 # Keys that every summary has in addition to those that name the run. They are null if the run did not get that far.
 MEASURED = (
@@ -154,17 +148,15 @@ def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon:
 
 
 def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> list[str]:
-    """The printed summary: figures, files, and the next commands."""
-    checkpoints = config.trainer.checkpoint_every != 0
-    figures = "".join(f"{name}, " for name in (SUMMARY, PICTURE) if (directory / name).exists())
+    """The printed summary: figures and files."""
+    names = (SUMMARY, PICTURE, METRICS, LOG, CONFIG, ENVIRONMENT, CHECKPOINTS)
     return [
         "",
         f"{config.model.label} x {config.size.name} x {config.loss.name} on {summary['device']}:",
         *(f"  {key:<{WIDTH}}  {value}" for key, value in _figures(summary).items()),
         "",
         f"wrote {directory}/",
-        f"  {figures}{METRICS}, {LOG}, config.yaml, environment.json{', checkpoints/' * checkpoints}",
-        *(map(as_started, _next_commands(config, directory, checkpoints)) if summary["status"] == "finished" else []),
+        f"  {', '.join(name for name in names if (directory / name).exists())}",
     ]
 
 
@@ -201,33 +193,3 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         else "",
     }
     return {name: value for name, value in figures.items() if value}
-
-
-def _next_commands(config: Config, directory: Path, checkpoints: bool) -> list[str]:
-    by_vocabulary = isinstance(config.parallel, VocabConfig)
-    other = (_NEXT_LOSS_BY_VOCABULARY if by_vocabulary else _NEXT_LOSS).get(config.loss.name, "cce_kahan")
-    cache = config.data.cache_dir
-    kept = [] if cache == os.path.expanduser(defaults_of(config)["data.cache_dir"]) else [f"data.cache_dir={cache}"]
-    starter = Path(sys.argv[0])
-    scripts = (starter.parent if starter.name == "train.py" else Path()) / "scripts"  # beside the train.py that ran
-    evaluate = shlex.join([python(), str(scripts / "evaluate.py"), f"checkpoint={directory}", *kept])
-    return [
-        HINTS,
-        f"  {_with_loss(_train_command(config), other)}  # another loss",
-        *([f"  {evaluate}"] if checkpoints else []),
-        f"  {shlex.join([python(), str(scripts / 'doctor.py')])}    # what runs on this machine",
-    ]
-
-
-def _train_command(config: Config) -> str:
-    """The command that makes this run: the process's own, or a train.py command if Python called the Trainer."""
-    if Path(sys.argv[0]).name in ("train.py", f"{PROGRAM} train"):
-        return typed_command()
-    return shlex.join(["python", "train.py", *overrides_of(config)])
-
-
-def _with_loss(command: str, loss: str) -> str:
-    """The same command with another loss: without the options of its own loss, its run_name and trainer.resume."""
-    own = ("loss=", "loss.", "run_name=", "trainer.resume=")
-    starter, *words = [word for word in shlex.split(command) if not word.startswith(own)]
-    return shlex.join([python() if starter == "python" else starter, *words, f"loss={loss}"])
