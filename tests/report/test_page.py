@@ -17,7 +17,7 @@ from linrnn.report.runs import COMMITTED, Run, read_committed, read_max_batches
 from linrnn.report.tables import of_verdicts
 from linrnn.report.targets import judge, parse_target, store_targets
 from linrnn.report.verdicts import baseline_of
-from linrnn.report.write import make_report, opening, write_report
+from linrnn.report.write import make_report, write_report
 
 MEMORY = parse_target({"metric": "peak_memory_bytes", "at_most": 0.6, "of": "compiled"})
 LOSS = {"metric": "valid_loss_nats", "within": 0.01, "of": "compiled"}
@@ -75,14 +75,6 @@ def write_runs(group: Path, runs: list[Run]) -> None:
         (group / one.name / "summary.json").write_text(json.dumps(one.summary))
         processes = [{**one.environment, "from_step": 0, "to_step": 60}]
         (group / one.name / "environment.json").write_text(json.dumps({"processes": processes}))
-
-
-def test_a_report_opens_with_what_ran_then_what_differs():
-    runs = [*five("compiled"), *five("standard", gib=20), *five("cce_kahan", gib=7.2, nats=5.002)]
-    assert opening(runs) == [
-        "15 runs of GLA (mve) on H200: 15 finished.",
-        "They differ in loss (compiled, standard, cce_kahan); seed (5 values).",
-    ]
 
 
 def test_without_compiled_and_eager_runs_are_compared_with_our_exact_loss():
@@ -149,24 +141,19 @@ def made(loss: str, code: dict[str, str] | None = None, commit: str = "c" * 40, 
 
 
 @pytest.mark.usefixtures("text_alone")
-def test_a_commit_in_between_blocks_no_report_and_is_no_warning(tmp_path, capsys):
-    write_runs(tmp_path / "g", [*made("compiled"), *made("cce_kahan", commit="d" * 40)])
-    paths = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
-    assert "warning" not in capsys.readouterr().out
-    assert "Warning" not in paths[0].read_text()
-
-
-@pytest.mark.usefixtures("text_alone")
-def test_runs_of_other_code_are_named_in_one_line(tmp_path, capsys):
+def test_runs_of_other_code_are_named_in_one_line_and_a_commit_in_between_is_no_warning(tmp_path, capsys):
     """At one commit, too: what was not committed differs."""
     others = [*made("cce_kahan", {"linrnn": "e" * 12}, gib=5), *made("liger", {"linrnn": "e" * 12}, gib=5)]
-    write_runs(tmp_path / "g", [*made("compiled"), *others])
-    report, *_ = make_report(load_config(["group=g", f"results_dir={tmp_path}"], "report"))
+    write_runs(tmp_path / "code", [*made("compiled"), *others])
+    write_runs(tmp_path / "commit", [*made("compiled"), *made("cce_kahan", commit="d" * 40)])
+    report, *_ = make_report(load_config(["group=code", f"results_dir={tmp_path}"], "report"))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert "differ in code of linrnn. A (commit ccccccccc): gla-cce_kahan-8-s0" in line
     assert "; B (commit ccccccccc): gla-co" in line
     assert line.removeprefix("warning: ") in report.read_text(), "the report says the same"
     assert {one.environment["code"]["linrnn"][0] for one in read_committed(report.parent)} == {"a", "e"}
+    report, *_ = make_report(load_config(["group=commit", f"results_dir={tmp_path}"], "report"))
+    assert "arning" not in capsys.readouterr().out + report.read_text()
 
 
 # ----------------------------------------------------------------------------------------------------- groups, files

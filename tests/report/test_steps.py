@@ -1,11 +1,13 @@
 """runs.json.xz holds every logged step, from which a report's verdicts and its rows' figures follow."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
+from made_up_runs import ELSEWHERE, HERE
 
 from linrnn.config import load_config
 from linrnn.report import write
@@ -54,23 +56,18 @@ def test_runs_that_were_trained_here_become_a_page(folder):
     assert read_committed(folder)[0].environment["code"].keys() == {"linrnn", "cce_kernels"}
 
 
-def test_the_file_holds_what_metrics_jsonl_holds(folder):
-    raw = {run.name: run for run in read_runs(folder.parents[1] / "tiny")}
-    committed = {run.name: run for run in read_committed(folder)}
-    assert committed.keys() == raw.keys()
-    for name, run in raw.items():
-        assert committed[name].losses == run.losses, "to the last bit"
+def test_the_file_holds_what_metrics_jsonl_holds_and_gives_the_same_verdicts(folder):
+    raw, committed = read_runs(folder.parents[1] / "tiny"), read_committed(folder)
+    for run, back in zip(raw, committed, strict=True):
+        assert (back.name, back.losses) == (run.name, run.losses), "to the last bit"
         assert len(run.losses) == STEPS_OF_RUN
-        assert committed[name].curves.keys() == run.curves.keys()
+        assert back.curves.keys() == run.curves.keys()
         for key in run.curves.keys() & set(TIMES):
-            both = zip(committed[name].curves[key], run.curves[key], strict=True)
+            both = zip(back.curves[key], run.curves[key], strict=True)
             assert all(a[0] == b[0] and abs(a[1] - b[1]) <= 10.0**-TIME_DIGITS for a, b in both)
-
-
-def test_verdicts_of_the_committed_report_are_those_of_its_runs(folder):
-    raw = verdicts(read_runs(folder.parents[1] / "tiny"))
-    assert verdicts(read_committed(folder)) == raw
-    decided = [v for v in raw if v.target in OF_LOSSES and v.backend == "cce_kahan" and v.n == len(SEEDS)]
+    found = verdicts(raw)
+    assert verdicts(committed) == found
+    decided = [v for v in found if v.target in OF_LOSSES and v.backend == "cce_kahan" and v.n == len(SEEDS)]
     assert len(decided) == 3, "each has an interval"
     assert all(v.low is not None and v.low < v.high for v in decided)
 
@@ -92,11 +89,17 @@ def test_committed_steps_give_the_final_loss_and_the_times_of_their_row(director
             assert speed.get(key) is None or speed[key] == pytest.approx(summary[key], rel=0, abs=10.0**-TIME_DIGITS)
 
 
-def test_values_of_any_digits_come_back_and_times_to_a_tenth_of_a_microsecond(tmp_path):
+def test_values_of_any_digits_and_every_environment_come_back_and_times_to_a_tenth_of_a_microsecond(tmp_path):
     """Not the times of a run that shared its GPU: an earlier process of it may have had its own."""
     curves = {LOSS: [(4, 1 / 3), (8, float(np.float32(2 / 3)))], "loss/share": [(8, float(np.float32(0.1)))]}
     timed = {**curves, "wall_step_ms": [(8, 1.23456789)]}
-    write_committed([Run({"run_name": name, "gpu_shared": name == "b"}, [], timed) for name in "ab"], tmp_path)
-    alone, shared = read_committed(tmp_path)
-    assert alone.curves == {**curves, "wall_step_ms": [(8, 1.2346)]}
-    assert shared.curves == curves
+    runs = [
+        Run({"run_name": "alone"}, [HERE], timed),
+        Run({"run_name": "shared", "gpu_shared": True}, [HERE, ELSEWHERE], timed),  # continued on another GPU
+        Run({"run_name": "idle"}, [ELSEWHERE]),
+    ]
+    write_committed(runs, tmp_path)
+    alone, shared, idle = read_committed(tmp_path)
+    assert alone == replace(runs[0], curves={**curves, "wall_step_ms": [(8, 1.2346)]})
+    assert shared == replace(runs[1], curves=curves)
+    assert idle == runs[2]

@@ -1,7 +1,6 @@
 """Every run of a group in one line each, and the keys in which runs differ. It reads files alone."""
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,11 @@ def overview(group: Path) -> list[str]:
 
 
 def _row(run: Path) -> dict[str, Any]:
-    records = read_jsonl(run / METRICS) if (run / METRICS).exists() else []
-    last = records[-1] if records else {}
-    done: dict[str, Any] = {"status": "unfinished", "steps": last.get("step", 0)}
-    done["train_loss_nats"] = last.get("train/loss_nats")
-    if (run / SUMMARY).exists():
-        done = read_object(run / SUMMARY)
-    changed = (run / METRICS if (run / METRICS).exists() else run / IDENTITY).stat().st_mtime
+    metrics, summary = run / METRICS, run / SUMMARY
+    last: dict[str, Any] = ([{}] + (read_jsonl(metrics) if metrics.exists() else []))[-1]
+    unfinished = {"status": "unfinished", "steps": last.get("step", 0), "train_loss_nats": last.get("train/loss_nats")}
+    done = read_object(summary) if summary.exists() else unfinished
+    changed = (metrics if metrics.exists() else run / IDENTITY).stat().st_mtime
     return {
         "run": run.name,
         "status": done["status"],
@@ -89,26 +86,24 @@ def write_csv(group: Path, path: Path) -> int:
 
 def one_key_apart(identities: Mapping[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
     """Keys, with the runs that differ in this key and in no other. Another option of a group counts as one key."""
+    import pandas
+
+    folded = pandas.DataFrame({name: _folded(identity) for name, identity in identities.items()}).T.astype(str)
     found = []
-    folded = {name: _folded(identity) for name, identity in identities.items()}
-    for key in sorted({key for values in folded.values() for key in values}):
-        alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-        for name, values in folded.items():
-            alike[tuple(sorted((other, str(value)) for other, value in values.items() if other != key))].append(name)
-        for names in alike.values():
-            if len({str(folded[name].get(key)) for name in names}) > 1:
+    for key in sorted(folded):
+        for _, alike in folded.groupby([other for other in folded if other != key], sort=False):
+            if alike[key].nunique() > 1:
+                names = list(alike.index)
                 leaves = {leaf for name in names for leaf in differences(identities[names[0]], identities[name])}
                 found.append((leaves.pop() if len(leaves) == 1 else key, names))
     return found
 
 
-def _folded(identity: Mapping[str, Any]) -> dict[str, Any]:
+def _folded(identity: Mapping[str, Any]) -> dict[str, str]:
     """An identity with all keys of a group, such as the loss's, as one value."""
-    values: dict[str, Any] = {}
+    values: dict[str, str] = {}
     for key, value in identity.items():
         group = key.partition(".")[0]
-        if group in SCHEMAS and group != "trainer":
-            values[group] = (*values.get(group, ()), f"{key}={value}")
-        else:
-            values[key] = value
+        one = group if group in SCHEMAS and group != "trainer" else key
+        values[one] = f"{values.get(one, '')} {key}={value}"
     return values
