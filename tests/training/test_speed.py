@@ -41,7 +41,6 @@ def test_a_slow_host_shows_in_the_wall_clock_and_not_in_the_steps(log_every, sma
     assert min(record["speed/step_ms"] for record in steps if "speed/step_ms" in record) < 1e3 * seconds
     assert [r.get("speed/measured_steps") for r in steps] == ([None, None] + [1] * 6 if log_every == 1 else [2, 4])
     out = capsys.readouterr().out
-    assert f"between steps  {summary['host_step_ms']:.1f} ms from step to step" in out
     assert "CPU-bound" not in out, "a CPU has no host beside it"
     assert "on the device" not in out
 

@@ -47,20 +47,10 @@ def by_wall_clock(summary: Mapping[str, Any]) -> bool:
     return summary.get("tokens_per_second_is") == WALL_CLOCK
 
 
-def on_cpu(summary: Mapping[str, Any]) -> bool:
-    """Whether a run computed on a CPU. It has no device beside its host."""
-    return summary.get("device") == "cpu"
-
-
-def waits_between_steps(summary: Mapping[str, Any]) -> bool:
-    """Whether more than 2 % of a run's wall-clock time passes between steps; False without the two times."""
-    host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
-    return host is not None and wall is not None and host > HOST_DECIDES * wall
-
-
 def host_decides(summary: Mapping[str, Any]) -> bool:
-    """Whether a GPU waits between steps for so much of a run's wall-clock time."""
-    return waits_between_steps(summary) and not on_cpu(summary)
+    """Whether a GPU waits between steps for more than 2 % of a run's wall-clock time; False without the two times."""
+    host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
+    return host is not None and wall is not None and host > HOST_DECIDES * wall and summary.get("device") != "cpu"
 
 
 def uneven_steps(summary: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.machine import size_in_words
 from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import CHECKPOINTS, CONFIG, ENVIRONMENT, LOG, METRICS, PICTURE, SUMMARY, RunDirectory
-from linrnn.runs.figures import NOT_MEASURED, host_decides, on_cpu, uneven_steps, waits_between_steps
+from linrnn.runs.figures import NOT_MEASURED, host_decides, uneven_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 WIDTH = 13  # of the names of printed figures
@@ -162,34 +162,29 @@ def final_lines(config: Config, directory: Path, summary: dict[str, Any]) -> lis
 
 def _figures(summary: dict[str, Any]) -> dict[str, str]:
     """Figures by name, in words, without those that were not measured."""
-    s = summary
-    averaged, on_device = min(MEAN_OF_LAST, s["steps"]), "" if on_cpu(s) else " on the device"
+    s, on_device = summary, "" if summary["device"] == "cpu" else " on the device"
     of_loss = "".join(f", loss {name} {ms:.1f} ms" for name, ms in (s["loss_layer_ms"] or {}).items())
     from_step = f", {s['wall_step_ms']:.1f} ms from step to step (mean)" if s["wall_step_ms"] else ""
-    between = f"{s['host_step_ms']:.1f} ms" if waits_between_steps(s) else ""
     forms = {
-        "train loss": ("train_loss_nats", "{:.4f} nats (mean of the last " + f"{averaged} steps)"),
+        "parameters": ("n_parameters", "{:,}"),
+        "train loss": ("train_loss_nats", f"{{:.4f}} nats (mean of the last {min(MEAN_OF_LAST, s['steps'])} steps)"),
         "valid loss": ("valid_loss_nats", "{:.4f} nats"),
         "entropy floor": ("entropy_floor_nats", "{:.4f} nats"),
         "perplexity": ("valid_perplexity", "{:.3f}"),
         "bits per byte": ("valid_bits_per_byte", "{:.4f}"),
         "speed": ("tokens_per_second", "{:,.0f} tokens/s by wall clock" + from_step),
-        "step time": ("step_time_ms_median", "{:.1f} ms" + f"{on_device} (median){of_loss}"),
+        "step time": ("step_time_ms_median", f"{{:.1f}} ms{on_device} (median){of_loss}"),
         "MFU": ("mfu", "{:.1%}"),
-        "MFU by 6N": ("mfu_6n", "{:.1%}"),
     }
     figures = {
         "status": f"{s['status']} after {s['steps']} steps, {s['tokens']:,} tokens, {s['epochs']:.2f} epochs",
-        "parameters": f"{s['n_parameters']:,}",
         **{name: form.format(s[key]) for name, (key, form) in forms.items() if s[key] is not None},
         **({"speed": NOT_MEASURED} if s["gpu_shared"] else {}),
-        "host": f"CPU-bound: {between} of each step pass between the device's steps" if host_decides(s) else "",
-        "between steps": f"{between} from step to step, for data, metrics and the console"
-        if between and on_cpu(s)
-        else "",
-        "uneven steps": uneven_steps(s) or "",
-        "peak memory": f"{size_in_words(s['peak_memory_bytes'])} ({s['peak_memory_is']})"
-        if s["peak_memory_bytes"]
-        else "",
     }
-    return {name: value for name, value in figures.items() if value}
+    if host_decides(s):
+        figures["host"] = f"CPU-bound: {s['host_step_ms']:.1f} ms of each step pass between the device's steps"
+    if uneven := uneven_steps(s):
+        figures["uneven steps"] = uneven
+    if s["peak_memory_bytes"]:
+        figures["peak memory"] = f"{size_in_words(s['peak_memory_bytes'])} ({s['peak_memory_is']})"
+    return figures
