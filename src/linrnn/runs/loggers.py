@@ -88,35 +88,26 @@ class TensorboardMirror:
                 self._writer.close()
 
 
-class Silence:
-    """A console that prints nothing, for every rank but the first."""
-
-    def line(self, text: str = "") -> None:
-        """Print a line for people."""
-
-    def progress(self, step: int, total: int, text: str) -> None:
-        """Print how far the run is."""
-
-    def end_progress(self) -> None:
-        """Leave the line that moves."""
-
-
-class Console(Silence):
-    """Prints lines for people on standard output, and with the date in train.log.
+class Console:
+    """Prints lines for people on standard output, and with the date in train.log; without a log it is silent.
 
     On a terminal one progress line moves in place. Elsewhere progress lines come at most every `every_seconds`. If the
     log cannot be written, one message says so and the run goes on without it. A closed standard output does not stop a
     run either.
     """
 
-    def __init__(self, log_path: Path, every_seconds: float) -> None:
-        self._log: TextIO | None = log_path.open("a", encoding="utf-8")
+    def __init__(self, log_path: Path | None = None, every_seconds: float = 0.0) -> None:
+        self._silent = log_path is None  # on every rank but the first
+        self._log: TextIO | None = log_path.open("a", encoding="utf-8") if log_path else None
         self._moves = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._every = MOVES_SECONDS if self._moves else every_seconds
         self._moving = ""  # the line that stands on the terminal, without its end
         self._last = float("-inf")
 
     def line(self, text: str = "") -> None:
+        """Print a line for people."""
+        if self._silent:
+            return
         text = scrub(text)
         say(f"\r{text.ljust(len(self._moving))}" if self._moving else text)
         self._record(text)
@@ -125,6 +116,8 @@ class Console(Silence):
 
     def progress(self, step: int, total: int, text: str) -> None:
         """A progress line: always in train.log; on the console if it is due or the last step's."""
+        if self._silent:
+            return
         now, plain = time.monotonic(), f"step {step:>{len(str(total))}}/{total} | {text}"
         self._record(plain)
         if step < total and now - self._last < self._every:
@@ -141,6 +134,7 @@ class Console(Silence):
         say(f"\r{self._moving}", end="")
 
     def end_progress(self) -> None:
+        """Leave the line that moves."""
         if self._moving:
             say("")
         self._moving = ""

@@ -26,7 +26,7 @@ from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, tra
 from linrnn.runs.directory import LOG, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import command_line, describe_process
 from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run, wall_seconds_of_run
-from linrnn.runs.loggers import Console, Silence, TensorboardMirror, WandbMirror
+from linrnn.runs.loggers import Console, TensorboardMirror, WandbMirror
 from linrnn.runs.metrics import JsonlWriter, finite, read_jsonl
 from linrnn.runs.picture import draw_progress
 from linrnn.runs.summary import (
@@ -94,7 +94,7 @@ class RunLog:
     ) -> None:
         self._plan, self._config, self._directory, self._ranks = plan, plan.config, directory, ranks
         self._architecture, self._data, self._blocks = architecture, data, blocks
-        self._console = Silence()
+        self._console = Console()
         self._tensorboard: TensorboardMirror | None = None
         self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
         self._steps_here = 0
