@@ -2,7 +2,7 @@
 
 import contextlib
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def _memory_lines(b: dict[str, Any]) -> list[str]:
     return [
         *Table(columns, rows, words=("memory",)).markdown(),
         "",
-        "Activations in parts: what the autograd graph keeps, by the part that keeps it. loss_forward, loss_backward: "
+        "loss_forward, loss_backward: "
         "the most that the output layer's passes add, gradients of hidden states and head included. "
         "peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.",
         "",
