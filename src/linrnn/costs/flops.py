@@ -26,8 +26,6 @@ Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commi
 chunks, and some results are computed twice.
 """
 
-from dataclasses import dataclass
-
 from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
 from linrnn.costs.devices import peak_flops_per_second
 from linrnn.losses.base import BF16
@@ -124,31 +122,6 @@ def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int:
     return optimizer.ns_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 
 
-@dataclass(frozen=True)
-class KernelFlops:
-    """FLOPs that the kernels compute in a step, by component.
-
-    The components are mixer_projections, mixer_scan (a Transformer's attention), mlp and vocabulary.
-
-    Attributes:
-        forward: the products of the forward pass.
-        backward: twice the forward pass, for the gradients of both factors.
-        recomputed: computed again to save memory: activation checkpointing, an output layer that recomputes its logits,
-            kernels that recompute their states or scores.
-        update: the optimizer's: Muon's Newton-Schulz iterations. Elementwise work does not count.
-    """
-
-    forward: dict[str, int]
-    backward: dict[str, int]
-    recomputed: dict[str, int]
-    update: int = 0
-
-    @property
-    def total(self) -> int:
-        """All FLOPs that the device computes."""
-        return sum(sum(part.values()) for part in (self.forward, self.backward, self.recomputed)) + self.update
-
-
 def kernel_flops(
     arch: Architecture,
     n_sequences: int,
@@ -158,10 +131,11 @@ def kernel_flops(
     compute: int = BF16,
     optimizer: OptimizerConfig | None = None,
     vocabulary_ranks: int = 1,
-) -> KernelFlops | None:
-    """What the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens.
+) -> dict[str, int] | None:
+    """FLOPs that the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens, by component.
 
-    None for a model or a loss without formulas.
+    The components are mixer_projections, mixer_scan (a Transformer's attention), mlp, vocabulary, and update: Muon's
+    Newton-Schulz iterations. What is computed again to save memory counts. None for a model or a loss without formulas.
 
     Args:
         loss: decides whether the backward pass computes the logits again.
@@ -178,15 +152,14 @@ def kernel_flops(
     tokens = n_sequences * seq_len
     mixed = tokens * arch.num_layers * arch.num_heads
     forward["mixer_scan"] = mixed * mixer.kernel(arch, seq_len)
-    again = {"mixer_scan": mixed * mixer.kernel_again(arch, seq_len)}
     of_shard = tokens * vocabulary_ranks, arch.hidden_size, -(-arch.vocab_size // vocabulary_ranks), compute
     computed = over_shards(loss) if vocabulary_ranks > 1 else loss
     backend = find_loss(loss.name)
     if backend.memory(computed, *of_shard) is None:  # a loss of which nothing is known
         return None
-    if (more := backend.products(computed, *of_shard) - LEAST_PRODUCTS) > 0:
-        again["vocabulary"] = more * forward["vocabulary"]
+    found = {name: (1 + BACKWARD) * flops for name, flops in forward.items()} | {"update": update}
+    found["mixer_scan"] += mixed * mixer.kernel_again(arch, seq_len)
+    found["vocabulary"] += max(backend.products(computed, *of_shard) - LEAST_PRODUCTS, 0) * forward["vocabulary"]
     for component in RECOMPUTED[activation_checkpointing]:
-        again[component] = again.get(component, 0) + forward[component]
-    backward = {name: BACKWARD * flops for name, flops in forward.items()}
-    return KernelFlops(forward, backward, again, update)
+        found[component] += forward[component]
+    return found

@@ -82,13 +82,13 @@ def step_seconds(
     )
     if peak is None or flops is None or memory is None:
         return None
-    scans = sum(part.get("mixer_scan", 0) for part in (flops.forward, flops.backward, flops.recomputed))
+    scans = flops["mixer_scan"]
     saved = sum(memory.activations[name] for name in ("mixer", "mlp", "residual"))
     moved = PASSES_OF_ACTIVATIONS * MORE_PASSES[activation_checkpointing] * saved + PASSES_OF_LOSS * (
         memory.loss_forward + memory.loss_backward
     )
     micro_step = (
-        (flops.total - scans) / (SHARE_OF_PRODUCTS * peak)
+        (sum(flops.values()) - scans) / (SHARE_OF_PRODUCTS * peak)
         + scans / (SHARE_OF_SCANS.get(arch.model, SHARE_OF_OTHER_SCANS) * peak)
         + moved / gpu.bytes_per_second
     )

@@ -94,7 +94,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     lines = [
         "",
         f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
-        f"{computed.total:.3e} that the kernels compute",
+        f"{sum(computed.values()):.3e} that the kernels compute",
     ]
     if (total := seconds_of_run(plan, arch)) is None:
         return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
@@ -174,7 +174,7 @@ def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float, unit: int
     return None if plan.memory_estimate(arch) is None else bisect_right(range(1, 4097), budget_bytes, key=peak)
 
 
-def kernel_flops(plan: Plan, arch: Architecture) -> costs.KernelFlops | None:
+def kernel_flops(plan: Plan, arch: Architecture) -> dict[str, int] | None:
     """FLOPs that each rank computes in one optimizer step, over all its micro-steps; None: no formulas."""
     trainer, shared = plan.config.trainer, isinstance(plan.config.parallel, VocabConfig)
     return costs.kernel_flops(
@@ -200,7 +200,7 @@ def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
         if found is None:
             return None
         rate = found
-    return plan.total_steps * flops.total / (rate * share)
+    return plan.total_steps * sum(flops.values()) / (rate * share)
 
 
 @lru_cache
