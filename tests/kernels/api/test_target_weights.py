@@ -9,6 +9,7 @@ from cases import BF16, IGNORE, Case, draw, error, gradients, in_fp64, of_operat
 from cce_kernels import linear_cross_entropy
 from cce_kernels.operators import cross_entropy
 from cce_kernels.options import Call, Inputs
+from cce_kernels.runtime.interpreter import INTERPRETED
 from everywhere import devices, kernels
 from stored_cases import three_products
 from torch import Tensor
@@ -65,7 +66,7 @@ def test_a_student_near_its_teacher_learns_as_precisely_as_with_logits_in_fp32(r
     e, c, *_ = drawn(device)
     with torch.no_grad():
         teacher = (e.float() @ c.float().T + 0.1 * torch.randn(300, VOCAB).to(device)).softmax(dim=1)
-    weights, targets = teacher.topk(16)
+    weights, targets = teacher.topk(4 if INTERPRETED else 16)
     with scheme(rows):
         got = gradients(linear_cross_entropy(e, c, targets, target_weights=weights), (e, c))
     in_fp32 = gradients(dense(e.float(), c.float(), targets, weights).mean(), (e, c))
