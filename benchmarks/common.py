@@ -294,7 +294,7 @@ def save_picture(figure: Any, path: Path) -> Path:
     return save(figure, path)
 
 
-def ratio_to(ms: Sequence[float], base_ms: Sequence[float], seed: int) -> tuple[float, float, float]:
+def ratio_to(ms: Sequence[float], base_ms: Any, seed: int) -> tuple[float, float, float]:
     """The median of the rounds' ratios of two times, and the ends of its interval."""
     ratios = np.array(ms) / np.array(base_ms)
     return float(np.median(ratios)), *interval_of_median(ratios, seed)

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common, problems
 from benchmarks.loss_pictures import kind_in_words, of_libraries, on_named_shapes, shape_in_words
 from benchmarks.loss_rows import AGAIN, BAR, BASELINE, EAGER, FLOOR, Row, merge_rows, read_rows, rows_path
-from benchmarks.problems import DTYPES, KINDS, TRAINED, Problem, Shape, Solution, TrainedTensors
+from benchmarks.problems import DTYPES, KINDS, Problem, Shape, Solution
 from linrnn.config import cli
 from linrnn.config.compose import add_command
-from linrnn.config.schema import LossConfig, ReadingConfig, option
-from linrnn.core.errors import ConfigError, DataError, first_line
+from linrnn.config.schema import LossConfig, option
+from linrnn.core.errors import DataError, first_line
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.output import say
 from linrnn.core.tables import show
@@ -52,38 +52,28 @@ SETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class BenchConfig(common.Keys, ReadingConfig):
+class BenchConfig(common.Keys):
     """Keys of the command line."""
 
-    data: list[str] = option([], "with checkpoint: the run's own; data.KEY=… changes it, data=… chooses another")
     set: str = option("shapes", f"a set of benchmarks/loss_sets.yaml: {', '.join(SETS)}", choices=tuple(SETS))
-    shapes: list[str] | None = option(
-        None, "null: the set's. Names, or tokens x hidden dimensions x vocabulary as in 4096x512x32000"
+    shapes: list[str] = option(
+        [], "[]: the set's. Names, or tokens x hidden dimensions x vocabulary as in 4096x512x32000"
     )
-    backends: list[str] | None = option(
-        None,
-        "null: the set's. Losses with their options ('name option=value …' as in 'liger accumulate=fp32'), and those "
+    backends: list[str] = option(
+        [],
+        "[]: the set's. Losses with their options ('name option=value …' as in 'liger accumulate=fp32'), and those "
         "of benchmarks/other_losses.py. torch.compile (`compiled`) always runs twice: ratios are to its first entry, "
         "and the second is the A/A test. The lower bound (`three_products_cublas`: three matmuls and no loss) is "
         "always timed, too. A backend that cannot run gets a row with the reason",
     )
-    logits: list[str] | None = option(
-        None,
-        "null: the set's. flat (random-init) | peaked (trained-like) | half_ignored (peaked, and "
-        "half of the labels ignored)",
+    logits: list[str] = option(
+        [],
+        "[]: the set's. flat (random-init) | peaked (trained-like) | half_ignored (peaked, and half of the labels "
+        "ignored)",
     )
-    gradients: list[str] | None = option(
-        None, "null: the set's. same (in dtype) | fp32 (fp32 tensors and gradients, matmuls in dtype)"
-    )
-    checkpoint: str | None = option(
-        None,
-        "in place of shapes: a trained model's hidden states, head and labels (logits: trained). A run's directory "
-        "(its newest checkpoint) or one of its checkpoints. D and V are the model's; the vocabulary is in random order",
-        path="read",
-    )
-    tokens: int = option(16384, "with checkpoint: N, the number of first labels of the validation split", minimum=1)
-    batches: int | None = option(
-        None, "null: the set's. Batches of N tokens over which dC is summed for one more error; 1: none", minimum=1
+    gradients: list[str] = option([], "[]: the set's. same (in dtype) | fp32 (fp32 tensors and gradients)")
+    batches: int = option(
+        0, "0: the set's. Batches of N tokens over which dC is summed for one more error; 1: none", minimum=0
     )
     dtype: str = option("bf16", "bf16 | fp32: dtype of the products", choices=("bf16", "fp32"))
     rounds: int = option(30, "timed calls of every backend, in shuffled order", minimum=2)
@@ -93,32 +83,7 @@ class BenchConfig(common.Keys, ReadingConfig):
 add_command("bench_loss", BenchConfig)
 
 
-# --------------------------------------------------------------------------------------------- what is measured
-def completed(config: BenchConfig) -> BenchConfig:
-    """The configuration with the set's entries where the command line gave none.
-
-    With a checkpoint the shape is the model's, so the list of shapes is empty.
-    """
-    own = SETS[config.set]
-    if config.checkpoint is not None:
-        if config.shapes:
-            raise ConfigError(
-                "shapes do not go with a checkpoint: D and V are its model's, N is tokens=…",
-                "leave shapes out; for synthetic tensors of that shape, run once more with shapes=[NxDxV] alone",
-            )
-        own = own | {"shapes": [], "logits": [TRAINED]}
-    elif config.data or TRAINED in (config.logits or []):
-        raise ConfigError(
-            "data and logits=[trained] need a trained model, and none is named", "add checkpoint=results/default/RUN"
-        )
-    found = replace(config, **{key: value for key, value in own.items() if getattr(config, key) is None})
-    kinds = KINDS if config.checkpoint is None else (TRAINED,)
-    for key, known in (("logits", kinds), ("gradients", ("same", "fp32"))):
-        if unknown := sorted(set(getattr(found, key)) - set(known)):
-            raise ConfigError(f"{key}: {', '.join(unknown)} is not known", f"choose from {', '.join(known)}")
-    return found
-
-
+# ------------------------------------------------------------------------------------------------------ measuring
 @dataclass(frozen=True)
 class Setting:
     """All problems that share shape and dtypes, and therefore the compiled graphs."""
@@ -126,58 +91,44 @@ class Setting:
     shape: Shape
     dtype: str
     gradients: str
-    trained: TrainedTensors | None = None  # where logits are a trained model's
 
-    def problem(self, kind: str, device: torch.device, seed: int, batch: int = 0) -> Problem:
-        how = DTYPES[self.dtype], device, seed, DTYPES[self.gradients], batch
-        return problems.make_problem(self.shape, kind, *how) if self.trained is None else self.trained.problem(*how)
+    def problem(self, kind: str, device: torch.device, seed: int = SEED, batch: int = 0) -> Problem:
+        return problems.make_problem(self.shape, kind, DTYPES[self.dtype], device, seed, DTYPES[self.gradients], batch)
 
-    def row(self, kind: str, text: str, run: str = "", loss: LossConfig | None = None, of_set: str = "") -> Row:
+    def row(self, kind: str, text: str, run: str, of_set: str, loss: LossConfig | None = None) -> Row:
         """An empty row. `text`: the backend as in the configuration."""
-        shape, backend = self.shape, " ".join(word for word in text.split() if not word.startswith("workspace_mib="))
+        backend = " ".join(word for word in text.split() if not word.startswith("workspace_mib="))
         return Row(
-            shape.name, shape.n, shape.d, shape.v, self.dtype, self.gradients, kind, backend,
-            getattr(loss, "workspace_mib", None),
-            trained="" if self.trained is None else self.trained.origin, run=run, set=of_set,
+            self.shape.name, self.shape.n, self.shape.d, self.shape.v, self.dtype, self.gradients, kind, backend,
+            getattr(loss, "workspace_mib", None), run=run, set=of_set,
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ measuring
 def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every backend on every problem, and return the rows. They go to `results_directory`."""
-    config, device = completed(config), resolve_device(config.device)
-    assert config.shapes is not None
-    assert config.backends is not None
-    assert config.logits is not None
-    assert config.gradients is not None
-    assert config.batches is not None
+    own = SETS[config.set]
+    config = replace(config, **{key: getattr(config, key) or value for key, value in own.items()})
+    common.check_known("logits", config.logits, KINDS)
+    common.check_known("gradients", config.gradients, ("same", "fp32"))
     texts = [BASELINE, f"{BASELINE} {AGAIN}", *config.backends]
     losses = {text: common.parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}
-    shapes, trained = [problems.parse_shape(shape) for shape in config.shapes], None
-    if config.checkpoint is not None:
-        trained = problems.read_trained(config.checkpoint, config.data, config.device, config.tokens, config.batches)
-        shapes = [trained.shape]
-    dtypes = [{"same": config.dtype, "fp32": "fp32"}[name] for name in config.gradients]
-    settings = list(dict.fromkeys(Setting(shape, config.dtype, own, trained) for shape in shapes for own in dtypes))
+    dtypes = [config.dtype if name == "same" else name for name in config.gradients]
+    shapes = [problems.parse_shape(shape) for shape in config.shapes]
+    settings = list(dict.fromkeys(Setting(shape, config.dtype, dtype) for shape in shapes for dtype in dtypes))
+    device, measured = resolve_device(config.device), list[Row]()
     record = common.Record(config, "bench_loss")
-    measured: list[Row] = []
     for number, setting in enumerate(settings, start=1):
         torch._dynamo.reset()  # compiled graphs for this setting alone, far from the recompile limit
         common.free(device)
         built: dict[str, LossBackend] = {}
         for kind in config.logits:
-            title = f"[{number}/{len(settings)}] {shape_in_words(setting.row(kind, ''))}, {kind}, {setting.dtype}, "
-            title += f"gradients {setting.gradients}, {device.type}"
-            say(title)
-            bench = Bench(config, setting, kind, losses, built, record)
-            measured += bench.measure()
-            ran = [row for row in bench.rows if row.status == "ok"]
-            say("\n".join([*common.table({name: COLUMNS[name] for name in _SHOWN}, ran), *_refused(bench.rows)]))
+            say(f"[{number}/{len(settings)}] {setting.shape.name}, {kind}, {setting.dtype}, {setting.gradients}")
+            rows = Bench(config, setting, kind, losses, built, record).measure()
+            measured += rows
+            ran = [row for row in rows if row.status == "ok"]
+            refused = [f"{row.label}: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
+            say("\n".join([*common.table({name: COLUMNS[name] for name in _SHOWN}, ran), *refused]))
     return measured
-
-
-def _refused(rows: list[Row]) -> list[str]:
-    return [f"{row.label}: {row.status}. {row.reason}" for row in rows if row.status != "ok"]
 
 
 @dataclass
@@ -206,7 +157,8 @@ class Bench:
     entries: list[Entry] = field(default_factory=list)
 
     def measure(self) -> list[Row]:
-        problem = self._problem()
+        device = self.record.device
+        problem = self.setting.problem(self.kind, device)
         truth = problems.truth_of(problem)
         summed_VD = self._sum_over_batches(lambda part: problems.truth_of(part).weight_VD)
         bar = self._row(BAR)  # it has errors only, because its time means nothing
@@ -220,10 +172,10 @@ class Bench:
             try:
                 new = text not in self.built
                 if new:
-                    self.built[text] = build_loss(loss_config, device=self.record.device, dtype=problem.compute_dtype)
+                    self.built[text] = build_loss(loss_config, device=device, dtype=problem.compute_dtype)
                 loss = self.built[text]
-                _record_errors(row, loss, problem, truth, bar, self.config.warmup)
-                row.first_call_s = row.first_call_s if new else None
+                first_call_s = _record_errors(row, loss, problem, truth, bar, self.config.warmup)
+                row.first_call_s = first_call_s if new else None
                 self._record_sum(row, partial(_weight_gradient, loss), summed_VD)
                 _record_memory(row, loss, problem)
             except Exception as error:  # a backend's failure is a result
@@ -236,17 +188,14 @@ class Bench:
             self._save()
         del truth, summed_VD
         seeds = range(1, _ROTATING_PROBLEMS) if problems.fits_cache(problem) else []
-        self._run_rounds([problem, *(self._problem(seed=seed) for seed in seeds)], floor)
+        self._run_rounds([problem, *(self.setting.problem(self.kind, device, seed) for seed in seeds)], floor)
         for row in (floor, *(entry.row for entry in self.entries)):
             row.status = "ok" if row.rounds else row.status
         self._save()
         return self.rows
 
-    def _problem(self, batch: int = 0, seed: int = SEED) -> Problem:
-        return self.setting.problem(self.kind, self.record.device, seed, batch)
-
     def _row(self, text: str, loss: LossConfig | None = None) -> Row:
-        self.rows.append(self.setting.row(self.kind, text, self.record.id, loss, self.config.set))
+        self.rows.append(self.setting.row(self.kind, text, self.record.id, self.config.set, loss))
         return self.rows[-1]
 
     def _save(self) -> None:
@@ -254,12 +203,9 @@ class Bench:
 
     def _sum_over_batches(self, gradient: Callable[[Problem], torch.Tensor]) -> torch.Tensor | None:
         """Gradients of the weight, added up over the batches; None for a single batch."""
-        assert self.config.batches is not None
-        if self.config.batches == 1:
-            return None
         total = None
-        for batch in range(self.config.batches):
-            found = gradient(self._problem(batch))
+        for batch in range(self.config.batches if self.config.batches > 1 else 0):
+            found = gradient(self.setting.problem(self.kind, self.record.device, batch=batch))
             wide = found if found.dtype == torch.float64 else found.float()
             total = wide if total is None else total.add_(wide)
         return total
@@ -270,7 +216,7 @@ class Bench:
         """The error of dC summed over batches. Noise averages out there, and a bias does not."""
         found = None if summed_VD is None else self._sum_over_batches(gradient)
         if found is not None and summed_VD is not None:
-            row.batches, row.dc_sum_err = self.config.batches or 1, problems.relative_error(found, summed_VD)
+            row.batches, row.dc_sum_err = self.config.batches, problems.relative_error(found, summed_VD)
 
     def _run_rounds(self, turns: list[Problem], floor: Row) -> None:
         """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor.
@@ -284,9 +230,7 @@ class Bench:
         except torch.OutOfMemoryError as error:  # N x V does not fit
             common.failed(floor, error)
         graphs = {id(entry): self._graphs(entry, turns) for entry in self.entries}
-        one_ms: list[float] = []
-        three_ms: list[float] = []
-        clocks: list[dict[str, Any]] = []
+        one_ms, three_ms, clocks = list[float](), list[float](), list[dict[str, Any]]()
         begin = time.perf_counter()
         with collected_at_known_points():
             for index in range(self.config.rounds):
@@ -306,8 +250,7 @@ class Bench:
                     problem.clear_gradients()
                     collect_after(1)
                 if (index + 1) % _SAVE_EVERY == 0 or index + 1 == self.config.rounds:
-                    if reading := gpu_state(self.record.device):
-                        clocks.append(reading)
+                    clocks += filter(None, [gpu_state(self.record.device)])
                     self._record(floor, np.array(one_ms), np.array(three_ms), clocks)
                     left = (time.perf_counter() - begin) / (index + 1) * (self.config.rounds - index - 1)
                     say(f"  round {index + 1}/{self.config.rounds}, {left:.0f} s left")
@@ -329,16 +272,16 @@ class Bench:
 
     def _record(self, floor: Row, one_ms: np.ndarray, three_ms: np.ndarray, clocks: list[dict[str, Any]]) -> None:
         """Write the rounds so far into all rows, and the rows to their file."""
-        baseline, eager = (
-            next((entry for entry in self.entries if entry.row.backend == name), None) for name in (BASELINE, EAGER)
-        )
+        by_name = {entry.row.backend: entry for entry in self.entries}
+        baseline, rows = by_name.get(BASELINE), [entry.row for entry in self.entries]
         if len(three_ms):
             record_total(floor, three_ms, baseline, one_ms, three_ms)
+            rows.append(floor)
         for entry in self.entries:
-            record_times(entry, baseline, eager, one_ms, three_ms)
-        for row in ([floor] if len(three_ms) else []) + [entry.row for entry in self.entries]:
-            for key in ("sm_mhz", "watts"):
-                if known := [reading[key] for reading in clocks if reading[key] is not None]:
+            record_times(entry, baseline, by_name.get(EAGER), one_ms, three_ms)
+        for key in ("sm_mhz", "watts"):
+            if known := [reading[key] for reading in clocks if reading[key] is not None]:
+                for row in rows:
                     setattr(row, key, float(np.median(known)))
         self._save()
 
@@ -361,10 +304,12 @@ def _time_step(entry: Entry, problem: Problem) -> None:
 
 # ------------------------------------------------------------------------------------------------- filling a row
 def _compare(row: Row, got: Solution, truth: Solution) -> None:
-    row.loss_nats = got.loss
-    row.loss_err = abs(got.loss - truth.loss) / truth.loss
+    row.loss_nats, row.loss_err = got.loss, abs(got.loss - truth.loss) / truth.loss
     row.de_err = problems.relative_error(got.hidden_ND, truth.hidden_ND)
     row.dc_err = problems.relative_error(got.weight_VD, truth.weight_VD)
+    if not math.isfinite(row.loss_err + row.de_err + row.dc_err):
+        row.loss_nats = row.loss_err = row.de_err = row.dc_err = None
+        raise FloatingPointError("loss or gradients are not finite")
 
 
 def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
@@ -372,39 +317,33 @@ def _weight_gradient(loss: LossBackend, problem: Problem) -> torch.Tensor:
     return problem.gradients()[1]
 
 
-def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> None:
-    """Warm up, compare a call with the truth, then a second call with the first. Kernels compile in the warm-up."""
+def _record_errors(row: Row, loss: LossBackend, problem: Problem, truth: Solution, bar: Row, warmup: int) -> float:
+    """Warm up, compare a call with the truth, then a second call with the first.
+
+    Returns the seconds of the first call, in which kernels compile.
+    """
     begin = time.perf_counter()
     for call in range(warmup):
         problems.step(loss, problem)
         problems.evaluate(loss, problem)
         synchronize(problem.device)
-        row.first_call_s = row.first_call_s if call else time.perf_counter() - begin
+        if call == 0:
+            first_call_s = time.perf_counter() - begin
     first = Solution(problems.step(loss, problem).item(), *problem.gradients())
     _compare(row, first, truth)
-    assert row.loss_err is not None
-    assert row.de_err is not None
-    assert row.dc_err is not None
-    if not math.isfinite(row.loss_err + row.de_err + row.dc_err):
-        row.loss_nats = row.loss_err = row.de_err = row.dc_err = None
-        raise FloatingPointError("loss or gradients are not finite")
-    if bar.de_err and bar.dc_err:  # 0 where nothing is rounded, in fp32 on tiny problems
+    if bar.de_err and bar.dc_err and row.de_err is not None and row.dc_err is not None:  # 0: fp32 on tiny problems
         row.de_err_ratio, row.dc_err_ratio = row.de_err / bar.de_err, row.dc_err / bar.dc_err
     second = Solution(problems.step(loss, problem).item(), *problem.gradients())
-    row.deterministic = (
-        first.loss == second.loss
-        and torch.equal(first.hidden_ND, second.hidden_ND)
-        and torch.equal(first.weight_VD, second.weight_VD)
-    )
+    same = torch.equal(first.hidden_ND, second.hidden_ND) and torch.equal(first.weight_VD, second.weight_VD)
+    row.deterministic = first.loss == second.loss and same
+    return first_call_s
 
 
 def _record_memory(row: Row, loss: LossBackend, problem: Problem) -> None:
+    row.extra_mib = problems.extra_mib(partial(problems.step, loss, problem), problem)
     problem.clear_gradients()
-    whole = problems.peak_bytes(lambda: problems.step(loss, problem), problem.device)
-    problem.clear_gradients()
-    alone = problems.peak_bytes(lambda: problems.evaluate(loss, problem), problem.device)
-    if whole is not None and alone is not None:
-        row.extra_mib, row.forward_extra_mib = (whole - problem.gradient_bytes) / 2**20, alone / 2**20
+    alone = problems.peak_bytes(partial(problems.evaluate, loss, problem), problem.device)
+    row.forward_extra_mib = None if alone is None else alone / 2**20
 
 
 def record_times(
@@ -435,13 +374,10 @@ def record_total(
     row.rounds, row.rounds_ms = len(total_ms), total_ms.tolist()
     quartiles = map(float, np.quantile(total_ms, (0.25, 0.5, 0.75)))
     row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
-    units = {"product": one_ms, "three_products": three_ms}
-    if baseline is not None:
-        units["compiled"] = np.array(baseline.forward_backward_ms)
-    for name, unit_ms in units.items():
+    compiled_ms = [] if baseline is None else baseline.forward_backward_ms
+    for name, unit_ms in (("product", one_ms), ("three_products", three_ms), ("compiled", compiled_ms)):
         if len(unit_ms):
-            ratios = total_ms / unit_ms
-            found = float(np.median(ratios)), *common.interval_of_median(ratios, SEED)
+            found = common.ratio_to(row.rounds_ms, unit_ms, SEED)
             for end, value in zip(("", "_low", "_high"), found, strict=True):
                 setattr(row, f"ratio_to_{name}{end}", value)
 
@@ -484,27 +420,18 @@ _SHOWN = ("backend", "n", "ms", "/ compiled (95 %)", "/ 3 products (95 %)", "ext
 def report_set(config: BenchConfig) -> list[Path]:
     """Write page and picture from all rows of the set in this device's directory; returns their paths.
 
-    Shapes outside the set get a page of their own, `custom`. Trained models get `<set>_trained`.
+    Shapes outside the set get a page of their own, `custom`.
     """
     name, shapes, directory = config.set, SETS[config.set]["shapes"], common.results_directory(config, "bench_loss")
-    rows = [row for row in read_rows(rows_path(directory)) if row.set == config.set]
-    if config.checkpoint is not None:
-        name, rows = f"{name}_trained", [row for row in rows if row.trained]
-    else:
-        if not set(config.shapes or []) <= set(shapes):
-            name, shapes = "custom", config.shapes
-        rows = sorted((row for row in rows if row.shape in shapes), key=lambda row: shapes.index(row.shape))
-    return write_report(rows, directory, name)
-
-
-def write_report(rows: list[Row], directory: Path, name: str) -> list[Path]:
-    """Write <name>.md from rows of one device, and the pictures that the rows allow; returns their paths."""
+    if not set(config.shapes) <= set(shapes):
+        name, shapes = "custom", config.shapes
+    rows = [row for row in read_rows(rows_path(directory)) if row.set == config.set and row.shape in shapes]
     if not rows:
         raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
     sections: dict[str, list[Row]] = {}
+    rows = sorted(rows, key=lambda row: shapes.index(row.shape))
     for own in common.grouped(rows, key=lambda row: row.problem):
-        origin = f" ({own[0].trained})" if own[0].trained else ""
-        sections[f"{shape_in_words(own[0])}{origin}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
+        sections[f"{shape_in_words(own[0])}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
     figure = (of_libraries if name == "every_rival" else on_named_shapes)(rows, common.devices_of(directory))
     pictures = {} if figure is None else {name: figure}
     return common.write_report(directory, name, f"The output layer alone, {name}", sections, COLUMNS, pictures)

@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.common import bars, grouped
 from benchmarks.loss_rows import AGAIN, BAR, FLOOR, Row
-from linrnn.models.facts import model_in_words
 from linrnn.report.plot_style import LOSSES, PALE, legend_below, loss_of, subplots
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
@@ -37,13 +36,9 @@ LIBRARIES = {  # every_rival: a library's losses, of which the picture shows the
 
 
 def shape_in_words(row: Row) -> str:
-    """A shape's name, without the hash of a run, and its dimensions."""
-    name = SHAPES.get(row.shape, "")
-    if row.trained:
-        model, _, rest = row.trained.split(" (")[0].partition(" ")
-        name = f"{model_in_words(model)} {rest}"
+    """A shape's name and its dimensions."""
     size = f"{row.n:,} x {row.d:,} x {row.v:,}"
-    return f"{name}: {size}" if name else size
+    return f"{SHAPES[row.shape]}: {size}" if row.shape in SHAPES else size
 
 
 def kind_in_words(row: Row) -> str:

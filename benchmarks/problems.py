@@ -1,4 +1,4 @@
-"""Problems for the output layer (tensors drawn or of a trained model), their fp64 truth, and how one call is measured.
+"""Problems for the output layer, their fp64 truth, and how one call is measured.
 
 Launches count, because the device is idle at first. On a GPU its own events give times, on a CPU the host's clock. A
 CPU has no memory figures.
@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -18,17 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.other_losses import PaperVariant
-from benchmarks.reading import open_reading
 from linrnn.config import nearest
 from linrnn.core.errors import ConfigError
 from linrnn.losses import LossBackend
 from linrnn.losses.base import IGNORE_INDEX
 from linrnn.losses.cce import CceKahan
-from linrnn.models.language_model import loss_inputs
 from linrnn.training.runtime import synchronize
 
-HALF_IGNORED, TRAINED = "half_ignored", "trained"
-KINDS = ("flat", "peaked", HALF_IGNORED)  # TRAINED stands in their place where a checkpoint is named
+HALF_IGNORED = "half_ignored"
+KINDS = ("flat", "peaked", HALF_IGNORED)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK_ELEMENTS = 2**26  # logits at a time
 _PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
@@ -269,99 +267,6 @@ def relative_error(got: Tensor, true: Tensor) -> float:
     """Relative Frobenius error, a block of rows at a time."""
     squared = sum((g.double() - t).square().sum() for g, t in zip(got.split(2**14), true.split(2**14), strict=True))
     return float((squared / true.square().sum()) ** 0.5)
-
-
-# --------------------------------------------------------------------------------------------------- trained models
-@dataclass(frozen=True, eq=False)
-class TrainedTensors:
-    """The inputs that a model gave to its loss, on the CPU: `batches` problems of `shape.n` labels each.
-
-    Attributes:
-        origin: run, step, sizes and precision, for a reader.
-        hidden_ND: (batches N, D), in the model's compute dtype.
-        weight_VD: (V, D), in the same dtype.
-        labels_N: (batches N,).
-    """
-
-    shape: Shape
-    origin: str
-    hidden_ND: Tensor
-    weight_VD: Tensor
-    labels_N: Tensor
-
-    def problem(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-        gradient_dtype: torch.dtype | None = None,
-        batch: int = 0,
-    ) -> Problem:
-        """One batch as a problem, the vocabulary in an order that `seed` draws.
-
-        Tokenizers number frequent tokens first, and a filter by tiles would profit from this. Labels and head are
-        permuted together, so the loss stays the same. Dtypes are those of `make_problem`.
-        """
-        weight_VD, places_V = _permuted(self, seed, device)
-        rows = slice(batch * self.shape.n, (batch + 1) * self.shape.n)
-        leaves = [
-            x.to(device, dtype).to(gradient_dtype or dtype, copy=True).requires_grad_()
-            for x in (self.hidden_ND[rows], weight_VD)
-        ]
-        return Problem(leaves[0], leaves[1], places_V[self.labels_N[rows]].to(device), dtype)
-
-
-@lru_cache(maxsize=1)
-def _permuted(trained: TrainedTensors, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The head (V, D) on `device` in an order that `seed` draws, and each entry's place in that order (V,) on the CPU.
-
-    All batches share both."""
-    order = torch.randperm(trained.shape.v, generator=torch.Generator().manual_seed(seed))
-    return trained.weight_VD[order].to(device), order.argsort()
-
-
-@torch.no_grad()
-def read_trained(checkpoint: str, data: list[str], device: str, n_rows: int, batches: int) -> TrainedTensors:
-    """Run a checkpoint's model over the first `batches` x `n_rows` labels of the validation split.
-
-    Args:
-        data: overrides of the run's data.
-
-    Raises:
-        ConfigError: there is no checkpoint, its tokens are not the data's, or the split has fewer labels.
-        UnsupportedError: the model cannot run here.
-        DataError: the checkpoint or the data is damaged.
-    """
-    reading = open_reading("checkpoint", checkpoint, data, device)
-    wanted, there = batches * n_rows, reading.data.valid.n_tokens - 1
-    hidden, labels, weight_VD = [], [], None
-    if wanted <= there:
-        there = 0
-        for batch in reading.batches(None):
-            hidden_ND, weight_VD, labels_N = loss_inputs(reading.model, batch, reading.precision, reading.device)
-            counts_N = labels_N != IGNORE_INDEX  # a document's first token may have no label
-            hidden.append(hidden_ND[counts_N].cpu())
-            labels.append(labels_N[counts_N].cpu())
-            there += len(labels[-1])
-            if there >= wanted:
-                break
-    if wanted > there:
-        raise ConfigError(
-            f"{batches} x {n_rows:,} labels (batches, tokens) are more than the {there:,} of the validation split of "
-            f"{reading.data.description}",
-            "lower tokens or batches, or name longer text: data=text data.valid_path=…",
-        )
-    assert weight_VD is not None
-    weight_VD = weight_VD.cpu().clone()
-    directory, config = reading.directory.resolve(), reading.config
-    run = directory.parent.parent if directory.parent.name == "checkpoints" else directory
-    origin = (
-        f"{config.model.label} {config.size.name} after {reading.step:,} steps (run {run.parent.name}/{run.name}, "
-        f"{reading.precision}), on the validation split of data={config.data.name}"
-    )
-    name = f"{run.parent.name}-{run.name}-step_{reading.step}-{n_rows}"
-    shape = Shape(name, n_rows, weight_VD.shape[1], weight_VD.shape[0])
-    return TrainedTensors(shape, origin, torch.cat(hidden)[:wanted], weight_VD, torch.cat(labels)[:wanted])
 
 
 # ----------------------------------------------------------------------------------------------------- one call

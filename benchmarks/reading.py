@@ -14,7 +14,6 @@ from linrnn.inference.load import build, directory_of_tokenizer, open_data
 from linrnn.models import LanguageModel, check_supported
 from linrnn.training import checkpoint
 from linrnn.training.runtime import resolve_device, resolve_precision
-from linrnn.training.starting import vocab_size
 
 
 @dataclass
@@ -39,11 +38,6 @@ class Reading:
     def step(self) -> int:
         """Optimizer steps behind the checkpoint."""
         return checkpoint.read_progress(self.directory).step
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's vocabulary size; the data's may be smaller."""
-        return vocab_size(self.directory)
 
     def batches(self, max_tokens: int | None) -> Sequence[Batch]:
         """The first `max_tokens` labels of the validation split (None: all), in sequences of the run's length."""

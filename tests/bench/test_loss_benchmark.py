@@ -15,7 +15,6 @@ from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows
 from benchmarks.problems import (
     SHAPES,
     Shape,
-    TrainedTensors,
     fp32_logits_of,
     make_problem,
     parse_shape,
@@ -104,25 +103,6 @@ def test_on_a_gpu_a_large_problem_drawn_again_is_the_same():
     for again in more:
         assert torch.equal(once.labels_N, again.labels_N)
         assert torch.equal(once.hidden_ND, again.hidden_ND)
-
-
-def tensors(n: int = 6, d: int = 5, v: int = 40) -> TrainedTensors:
-    random = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(2 * n, d, generator=random), torch.randn(v, d, generator=random)
-    return TrainedTensors(Shape("s", n, d, v), "a model", hidden, weight, torch.randint(v, (2 * n,), generator=random))
-
-
-def test_the_vocabulary_is_permuted_and_the_loss_stays():
-    trained = tensors()
-    problem, other = (trained.problem(torch.float32, CPU, seed) for seed in (1, 2))
-    rows = slice(0, 6)
-    exact = F.cross_entropy(trained.hidden_ND[rows] @ trained.weight_VD.T, trained.labels_N[rows])
-    for found in (problem, other):
-        torch.testing.assert_close(F.cross_entropy(found.hidden_ND @ found.weight_VD.T, found.labels_N), exact)
-        torch.testing.assert_close(found.weight_VD[found.labels_N], trained.weight_VD[trained.labels_N[rows]])
-        assert not torch.equal(found.weight_VD, trained.weight_VD)
-    assert not torch.equal(problem.weight_VD, other.weight_VD)
-    assert torch.equal(problem.weight_VD, trained.problem(torch.float32, CPU, 1).weight_VD)
 
 
 # ------------------------------------------------------------------------------------------------- arithmetic
@@ -291,8 +271,6 @@ def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline,
         ("backends=['standard filter_eps=0.1']", "filter_eps"),
         ("logits=[spiky]", "spiky"),
         ("shapes=[mvee]", "mvee"),
-        ("logits=[trained]", "logits=.trained. need a trained model"),
-        ("checkpoint=nowhere", "shapes do not go with a checkpoint"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message, tmp_path):
