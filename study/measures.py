@@ -19,7 +19,7 @@ from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
 from study.searches import batch_verdicts, searches_on_the_h100
-from study.step_speed import filter_speeds, step_speeds
+from study.step_speed import StepSpeed, filter_speeds, step_speeds
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
@@ -67,26 +67,51 @@ def told(loss: str) -> str:
 def loss_layer(folder: str, where: Where, field: str, of: str | None = None) -> Measured:
     """A field of the rows of benchmarks/loss.py; `of`: divided by that backend's on the same problem."""
     rows = json.loads((RESULTS / folder / "rows.json").read_text())
-    bases = {_problem(row): row[field] for row in rows if row["set"] == where["set"] and row["backend"] == of}
-    return [
-        (row[field] / (bases[_problem(row)] if of else 1), row["rounds"])
-        for row in rows
-        if all(row[key] == value for key, value in where.items()) and row[field] is not None
-    ]
+
+    def problem(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))
+
+    bases = {problem(row): row[field] for row in rows if row["set"] == where["set"] and row["backend"] == of}
+    own = [row for row in rows if row[field] is not None and _has(row, where)]
+    return [(row[field] / (bases[problem(row)] if of else 1), row["rounds"]) for row in own]
 
 
-def _problem(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))
+@measure
+def field_of_lines(file: str, where: Where, field: str) -> Measured:
+    """A field of a file of rows, a JSON object a line; the first line is the command's."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()[1:]]
+    return [(row[field], row["batches"]) for row in rows if _has(row, where)]
+
+
+def _has(row: dict[str, Any], where: Where) -> bool:
+    return all(row[key] == value for key, value in where.items())
+
+
+@measure
+def beside_own(folder: str, where: Where, field: str) -> Measured:
+    """A figure of models with their library's own loss, transformers' or TRL's, divided by the same with ours."""
+    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
+    found = {(row["model"], row.get("loss") or row["label"]): row for row in rows}
+    own = [(row, found[model, EXACT]) for (model, loss), row in found.items() if loss == where["loss"]]
+    return [(row[field] / ours[field], row["rounds"]) for row, ours in own if row["model"] in where["models"]]
 
 
 @measure
 def step_speed(folders: str | list[str], where: Where, against: str) -> Measured:
     """Tokens/s of a loss as a multiple of another's in the same process."""
-    return [
-        (one.verdict.value, one.verdict.n)
-        for one in step_speeds(list(_steps(folders)))
-        if one.verdict.against == against and one.verdict.value and _holds(one.row, where)
-    ]
+    return [(one.verdict.value, one.verdict.n) for one in _speeds(folders, where, against) if one.verdict.value]
+
+
+@measure
+def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
+    """How many times as fast a step would be with an output layer that takes no time."""
+    return [(one.attainable, one.verdict.n) for one in _speeds(folders, where, against) if one.attainable]
+
+
+def _speeds(folders: str | list[str], where: Where, against: str) -> Iterator[StepSpeed]:
+    for one in step_speeds(list(_steps(folders))):
+        if one.verdict.against == against and _holds(one.row, where):
+            yield one
 
 
 @measure
@@ -110,14 +135,6 @@ def step(folders: str | list[str], where: Where, field: str, less: str | None = 
     return [(bases[row.line] - value if less else value, row.rounds) for value, row in found if value is not None]
 
 
-@measure
-def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
-    """How many times as fast a step would be with an output layer that takes no time."""
-    speeds = step_speeds(list(_steps(folders)))
-    own = [one for one in speeds if one.verdict.against == against and _holds(one.row, where)]
-    return [(one.attainable, one.verdict.n) for one in own if one.attainable]
-
-
 def _steps(folders: str | list[str]) -> Iterator[Row]:
     for folder in [folders] if isinstance(folders, str) else folders:
         yield from read_rows(RESULTS / folder)
@@ -126,23 +143,9 @@ def _steps(folders: str | list[str]) -> Iterator[Row]:
 def _holds(row: Row, where: Where) -> bool:
     """`with` and `without` name a part of the row's line, other keys its fields."""
     own = {key: value for key, value in where.items() if key not in ("with", "without")}
-    return (
-        all(getattr(row, key) == value for key, value in own.items())
-        and where.get("with", "") in row.line
-        and ("without" not in where or where["without"] not in row.line)
-    )
-
-
-@measure
-def beside_own(folder: str, where: Where, field: str) -> Measured:
-    """A figure of models with their library's own loss, transformers' or TRL's, divided by the same with ours."""
-    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
-    found = {(row["model"], row.get("loss") or row["label"]): row for row in rows}
-    return [
-        (row[field] / found[model, EXACT][field], row["rounds"])
-        for (model, loss), row in found.items()
-        if loss == where["loss"] and model in where["models"]
-    ]
+    without = "without" in where and where["without"] in row.line
+    within = where.get("with", "") in row.line and not without
+    return within and all(getattr(row, key) == value for key, value in own.items())
 
 
 @measure
@@ -166,64 +169,43 @@ def sequences(_: str, where: Where, loss: str) -> Measured:
 @measure
 def verdict(group: str, where: Where, criterion: str, against: str) -> Measured:
     """The value and the 90 % interval of one verdict on a group of runs: min and max are the interval."""
-    [found] = [
-        one
-        for one in verdicts_of(RESULTS / group)
-        if (one.target, one.backend, one.against) == (CRITERIA[criterion], where["loss"], against)
-    ]
+    about = CRITERIA[criterion], where["loss"], against
+    [found] = [one for one in verdicts_of(RESULTS / group) if (one.target, one.backend, one.against) == about]
     return [(value, found.n) for value in (found.value, found.low, found.high) if value is not None]
+
+
+@measure
+def apart(groups: list[str], where: Where, criterion: str) -> Measured:
+    """The values of one kind of verdict in several groups, against torch.compile."""
+    found = [one for group in groups for one in verdicts_of(RESULTS / group) if one.backend in where["losses"]]
+    about = CRITERIA[criterion], BASELINE
+    return [(one.value, one.n) for one in found if (one.target, one.against) == about and one.value is not None]
 
 
 @measure
 def difference(group: str, where: Where, field: str) -> Measured:
     """A field of runs minus that of torch.compile's run of the same seed."""
     runs = [run.summary for run in committed(RESULTS / group)]
-    bases = {run["seed"]: run[field] for run in runs if run["loss"] == "compiled"}
+    bases = {run["seed"]: run[field] for run in runs if run["loss"] == BASELINE}
     return [(run[field] - bases[run["seed"]], 1) for run in runs if run["loss"] == where["loss"]]
-
-
-@measure
-def apart(groups: list[str], where: Where, criterion: str) -> Measured:
-    """The values of one kind of verdict in several groups."""
-    return [
-        (one.value, one.n)
-        for group in groups
-        for one in verdicts_of(RESULTS / group)
-        if one.target == CRITERIA[criterion] and one.against == "compiled" and one.value is not None
-        if one.backend in where["losses"]
-    ]
-
-
-@measure
-def field_of_lines(file: str, where: Where, field: str) -> Measured:
-    """A field of a file of rows, a JSON object a line."""
-    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()[1:]]
-    return [(row[field], row["batches"]) for row in rows if all(row[key] == value for key, value in where.items())]
 
 
 @measure
 def part(folder: str, _: Where, name: str) -> Measured:
     """A part's share of a step's time, for each model of 1.3B."""
-    found = [parts_of_step(read_object(RESULTS / folder / f"{file}.json", ("run", "time"))) for file in breakdowns()]
-    return [
-        (sum(time for own, time in parts.items() if own in name.split()) / sum(parts.values()), 9) for parts in found
-    ]
+    for file in FOLDERS["breakdowns"].values():
+        parts = parts_of_step(read_object(RESULTS / folder / f"{file}.json", ("run", "time")))
+        yield sum(time for own, time in parts.items() if own in name.split()) / sum(parts.values()), 9
 
 
 @measure
 def memory(folder: str, _: Where, kind: str) -> Measured:
     """What the output layer adds to a step: in GiB, of its peak, and how much lower the peak is without it."""
-    for file in breakdowns():
+    for file in FOLDERS["breakdowns"].values():
         found = read_object(RESULTS / folder / f"{file}.json", ("memory",))["memory"]
-        own, peak, without = (
-            found[name]["measured"] / GIB for name in ("loss_forward", "peak", "peak/without_loss_layer")
-        )
+        names = ("loss_forward", "peak", "peak/without_loss_layer")
+        own, peak, without = (found[name]["measured"] / GIB for name in names)
         yield {"gib": own, "share": own / peak, "lower": 1 - without / peak}[kind], 1
-
-
-def breakdowns() -> list[str]:
-    """The names of the steps taken apart, one for each model."""
-    return list(FOLDERS["breakdowns"].values())
 
 
 @measure
@@ -242,19 +224,19 @@ def target(_: str, where: Where, name: str) -> Measured:
 @measure
 def hours(folder: str, where: Where, dollars: float) -> Measured:
     """GPU-hours of committed runs, or their price."""
-    found = list(_summaries(folder, where))
+    found = _summaries(folder)
     return [(dollars * sum(run["wall_seconds"] or 0 for run in found) / 3600, len(found))]
 
 
 @measure
 def runs(folder: str, where: Where, _: str) -> Measured:
     """How many runs are committed."""
-    return [(len(list(_summaries(folder, where))), 1)]
+    return [(len(_summaries(folder)), 1)]
 
 
-def _summaries(folder: str, where: Where) -> Iterator[dict[str, Any]]:
-    for path in sorted((RESULTS / folder).glob(f"{where.get('group', '*')}/runs.json.xz")):
-        yield from (run.summary for run in committed(path.parent))
+def _summaries(folder: str) -> list[dict[str, Any]]:
+    paths = sorted((RESULTS / folder).glob("*/runs.json.xz"))
+    return [run.summary for path in paths for run in committed(path.parent)]
 
 
 def claim(name: str) -> dict[str, str]:
@@ -271,13 +253,9 @@ def claim(name: str) -> dict[str, str]:
     unit = UNITS[said["as"]] if "as" in said else float
     values, counts = [unit(value) for value, _ in found], sorted({n for _, n in found})
     figures = {
-        "value": values[0],
-        "median": median(values),
-        "min": min(values),
-        "max": max(values),
-        "size": max(map(abs, values)),
-        "count": len(values),
-    }
+        "value": values[0], "median": median(values), "min": min(values), "max": max(values),
+        "size": max(map(abs, values)), "count": len(values),
+    }  # fmt: skip
     return {"text": said["show"].format(**figures), "n": span_of(counts)}
 
 

@@ -17,17 +17,16 @@ from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
-from study.searches import Search, batch_verdicts
-from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, step_speeds
+from study.searches import batch_verdicts
+from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speeds, step_speeds
 
 Rows = Iterable[Sequence[object]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 LOSSES = (EAGER, BASELINE, "liger", EXACT)
-SHOWN = ("accumulate", "filter_unbiased", "variant")  # options that tell the losses of one group apart
 PLAIN = {
     " mve": " 10M", " 350m": " 350M", " 1b3": " 1.3B", "V = ": "vocabulary ", "cuda_graph=true": "CUDA graph",
     "compile=blocks": "compiled layers", "float8=blocks": "float8 layers", "model.chunk_size=": "chunks of ",
-    "optimizer=": "", "shared_projection_rank=": "shared projections of rank ",
+    "shared_projection_rank=": "shared projections of rank ",
 }  # fmt: skip
 TABLES: dict[str, Callable[[], Table]] = {}
 
@@ -73,8 +72,14 @@ def interval(found: Verdict | None, form: str = ".3f") -> str:
         return "-"
     if CPU_BOUND in found.remark:
         return CPU_BOUND
-    between = "" if found.low is None else f" ({found.low:{form}} to {found.high:{form}})"
-    return f"{found.value:{form}}{between}"
+    return between(found.value, found.low, found.high, form)
+
+
+def between(value: float | None, low: float | None, high: float | None, form: str = ".3f") -> str:
+    """A value and the ends of its interval, if it has any."""
+    if value is None:
+        return "-"
+    return f"{value:{form}}" + ("" if low is None else f" ({low:{form}} to {high:{form}})")
 
 
 def judged(found: Verdict, form: str = "+.4f") -> str:
@@ -104,8 +109,7 @@ def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 def gain(row: Row, base: Row) -> float:
     """Percent by which a row's steps are faster, for equally many tokens."""
-    more = row.batch / base.batch
-    return 100 * (median(of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)) * more - 1)
+    return 100 * (median(speeds(row, base)) - 1)
 
 
 def is_about(one: Verdict, target: Target, loss: str) -> bool:
@@ -197,14 +201,15 @@ def step_details() -> Rows:
 def float8_steps() -> Rows:
     """Steps of 1.3B with float8 layers, with every loss."""
     own = rows_of("_float8")
-    return details(own, names_of(own), time_ratio)
+    return details(own, names_of(own), lambda row: between(row.ratio, row.ratio_low, row.ratio_high))
 
 
 @table("setting", "loss", "step, ms", "time / torch.compile's", *DETAILS, words=("setting", "loss"))
 def fine_tuning_steps() -> Rows:
     """Steps from trained weights on their own text, as CUDA graphs, on an H200."""
     own = [row for row in rows_of(FOLDERS["fine_tuning"]["steps"]) if "cuda_graph=true" in row.line]
-    return details(own, {row.line: model_in_words(row.model, row.size) for row in own}, time_ratio)
+    settings = {row.line: model_in_words(row.model, row.size) for row in own}
+    return details(own, settings, lambda row: between(row.ratio, row.ratio_low, row.ratio_high))
 
 
 def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[Row], str]) -> Rows:
@@ -213,10 +218,6 @@ def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[R
             layer = show(row.loss_layer_ms, ".1f"), share(row.loss_layer_share), show(row.peak_gib, ".2f")
             step = show(row.step_ms, ".1f"), compared(row)
             yield plain(settings[row.line]), named(row.loss), *step, *layer, share(host_share(row), ".0f"), row.rounds
-
-
-def time_ratio(row: Row) -> str:
-    return f"{row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})" if row.ratio else "-"
 
 
 @table("1.3B", *map(model_in_words, MODELS))
@@ -250,34 +251,12 @@ def batches() -> Rows:
     found = searches(RESULTS)
     for model, kind in dict.fromkeys(key[:2] for key in found):
         own = {loss: found.get((model, kind, loss)) for loss in LOSSES}
-        ours = found[model, kind, EXACT].batch
-        over = (_ratio(ours, own[loss]) for loss in (EAGER, BASELINE))
-        yield model_in_words(model), kind, *map(_sequences, own.values()), *over
-
-
-def _sequences(search: Search | None) -> str:
-    return "-" if search is None else f"{search.batch}{'' if search.exact else ' or more'}"
-
-
-def _ratio(ours: int, search: Search | None) -> str:
-    return f"{ours / search.batch:.2f}" if search and search.exact and search.batch else "-"
-
-
-@table("setting", *map(named, LOSSES))
-def peaks() -> Rows:
-    """The peak of a step with each loss, all in one process."""
-    for names in FOLDERS["steps"]:
-        own = rows_of(*names)
-        found = {(row.line, row.loss): row for row in own}
-        for line, setting in names_of(own).items():
-            if "mve" in line or ("350m" in line and "graph" not in line):
-                continue
-            yield plain(setting), *(_peak(found.get((line, loss))) for loss in LOSSES)
-
-
-def _peak(row: Row | None) -> str:
-    out = row is not None and row.status == "out_of_memory"
-    return "out of memory" if out else show(row.peak_gib if row else None, ".1f")
+        sequences = (one and f"{one.batch}{'' if one.exact else ' or more'}" for one in own.values())
+        bases = (own[loss] for loss in (EAGER, BASELINE))
+        over = (
+            one and one.exact and one.batch and f"{found[model, kind, EXACT].batch / one.batch:.2f}" for one in bases
+        )
+        yield model_in_words(model), kind, *(cell or "-" for cell in (*sequences, *over))
 
 
 @table("1.3B, 8 x 2,048 tokens", "peak, GiB", "the output layer adds", "of the peak", "peak without it", "lower by")
@@ -449,9 +428,9 @@ def _shape(size: tuple[Any, ...]) -> str:
 def _time(row: dict[str, Any] | None) -> str:
     if row is None or row["ratio_to_compiled"] is None:
         return "-"
-    ratio, low, high = (row[f"ratio_to_compiled{end}"] for end in ("", "_low", "_high"))
     memory = "" if row["extra_mib"] is None else f", {row['extra_mib']:,.0f}"
-    return f"{ratio:.2f} ({low:.2f} to {high:.2f}){memory}"
+    ratio, low, high = (row[f"ratio_to_compiled{end}"] for end in ("", "_low", "_high"))
+    return between(ratio, low, high, ".2f") + memory
 
 
 # ---------------------------------------------------------------------------------------------------------- provenance
@@ -501,12 +480,8 @@ def cost() -> Rows:
     """What repeating each experiment takes: runs and GPU-hours, as the committed runs took."""
     for words, groups in FOLDERS["cost"].items():
         runs = [run.summary for group in groups for run in runs_of(group)]
-        yield (
-            words,
-            len(runs),
-            hours(runs),
-            ", ".join(sorted({run["device"].split()[1] for run in runs if run["device"]})),
-        )
+        gpus = {run["device"].split()[1] for run in runs if run["device"]}
+        yield words, len(runs), hours(runs), ", ".join(sorted(gpus))
 
 
 def hours(summaries: Iterable[dict[str, Any]]) -> str:
