@@ -5,7 +5,7 @@ Each is written as a PNG and as an SVG. A title says what was found, with figure
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,7 +26,7 @@ from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
 from study.gradient_noise import draw as draw_noise
 from study.measures import GIB, claim, told
 from study.searches import searches_on_the_h100
-from study.step_speed import CHECKPOINTING
+from study.step_speed import CHECKPOINTING, speeds
 
 MARGIN = FINAL_LOSS.bound  # nats
 KINDS = {"none": "no activation checkpointing", "full": "full activation checkpointing"}
@@ -45,16 +45,8 @@ NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 def draw(results: Path, output: Path) -> list[Path]:
     """Draw every picture from the rows below `results`. Return the paths of the PNGs."""
-    pictures: dict[str, Callable[[Path], Any]] = {
-        "step_by_loss": step_by_loss,
-        "step": step,
-        "speed_by_vocabulary": speed_by_vocabulary,
-        "largest_batch": largest_batch,
-        "final_loss": final_loss,
-        "filters": filters,
-        "gradient_noise": gradient_noise,
-    }
-    return [save_picture(picture(results), output / f"{name}.png") for name, picture in pictures.items()]
+    pictures = step_by_loss, step, speed_by_vocabulary, largest_batch, final_loss, filters, gradient_noise
+    return [save_picture(picture(results), output / f"{picture.__name__}.png") for picture in pictures]
 
 
 def colour_of(loss: str) -> str:
@@ -118,9 +110,8 @@ def step(results: Path) -> Any:
     times.grid(visible=False, axis="y")
     without = found["GLA"]["memory"]["peak/without_loss_layer"]["measured"] / GIB
     _peaks(memory, read_rows_of_steps(results / "bench_steps" / FOLDERS["device"]), without)
-    figure.suptitle(
-        f"At 1.3B the loss is {claim('loss_part')['text']} of a step, and without checkpointing the layers set the peak"
-    )
+    share = claim("loss_part")["text"]
+    figure.suptitle(f"At 1.3B the loss is {share} of a step, and without checkpointing the layers set the peak")
     legend_below(figure, bars, "One H100, 8 x 2,048 tokens, vocabulary 128,256.")
     return figure
 
@@ -195,10 +186,8 @@ def speed_by_vocabulary(results: Path) -> Any:
     grid[0].set_ylim(top=40)
     grid[0].set_ylabel("cce_kahan's steps are faster by, %")
     figure.suptitle(f"Over torch.compile at most {most}; over eager and Liger more with the vocabulary")
-    note = (
-        "Bars: lowest to highest of models and checkpointing. Grey: the A/A test, torch.compile built twice. One H100."
-    )
-    legend_below(figure, {}, note)
+    note = "Bars: lowest to highest of models and checkpointing. Grey: the A/A test, torch.compile built twice."
+    legend_below(figure, {}, f"{note} One H100.")
     return figure
 
 
@@ -213,8 +202,7 @@ def _gains(results: Path, folders: list[list[str]], loss: str, size: str) -> dic
             wanted = row.loss == (AGAIN if loss == AGAIN else EXACT) and row.size == (size or row.size)
             cpu_bound = row.size == "350m" and "cuda_graph" not in row.line
             if wanted and not cpu_bound and base and base.wall_ms and row.wall_ms:
-                ratios = [of_base / own for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
-                found.setdefault(row.v, []).append(100 * (median(ratios) - 1))
+                found.setdefault(row.v, []).append(100 * (median(speeds(row, base)) - 1))
     return dict(sorted(found.items()))
 
 
@@ -223,19 +211,11 @@ def _ranges(axes: Any, places: Sequence[int], values: Sequence[Sequence[float]],
     colour = colour_of(loss)
     means = [fmean(own) for own in values]
     axes.plot(places, means, color=colour, linewidth=1.3, marker="o", markersize=5)
-    axes.vlines(
-        places, [min(own) for own in values], [max(own) for own in values], color=colour, linewidth=5, alpha=0.45
-    )
+    low, high = ([pick(own) for own in values] for pick in (min, max))
+    axes.vlines(places, low, high, color=colour, linewidth=5, alpha=0.45)
     if places:
-        axes.annotate(
-            f"than {told(loss)}",
-            (places[-1], max(values[-1])),
-            (12, 5),
-            textcoords="offset points",
-            ha="right" if len(places) > 1 else "center",
-            color=colour,
-            fontsize=9,
-        )
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "right" if len(places) > 1 else "center"}
+        axes.annotate(f"than {told(loss)}", (places[-1], high[-1]), (12, 5), color=colour, fontsize=9, **style)
 
 
 def largest_batch(results: Path) -> Any:
@@ -261,7 +241,7 @@ def largest_batch(results: Path) -> Any:
     grid[0][0].set_ylim(len(models) - 0.5, -0.7)
     low, high = claim("batch_full")["text"].split(" to ")
     figure.suptitle(f"With full checkpointing {low} to {high} times torch.compile's batch fits; Liger's is the same")
-    length = next(iter(searches.values())).answer()["seq_len"]
+    length = next(iter(next(iter(searches.values())).probes.values()))["seq_len"]
     shown = {told(name): dots[name] for name in sorted(dots, key=ORDER.index)}
     legend_below(figure, shown, f"Sequences of {length:,} tokens, one search each.")
     return figure
@@ -298,19 +278,15 @@ def final_loss(results: Path) -> Any:
             spots = [place + 0.3 * (number / max(len(own) - 1, 1) - 0.5) for number in range(len(own))]
             axes.plot(spots, own, "o", color=colour_of(loss), markersize=4.5, alpha=0.75)
             axes.hlines(fmean(own), place - 0.3, place + 0.3, color=colour_of(loss), linewidth=2)
-        axes.set_xticks(
-            range(len(order)), [told(loss).replace(" (", "\n(").replace(" fused", "\nfused") for loss in order]
-        )
+        names = [told(loss).replace(" (", "\n(").replace(" fused", "\nfused") for loss in order]
+        axes.set_xticks(range(len(order)), names)
         axes.set_xlim(-0.6, len(order) - 0.4)
         axes.grid(visible=False, axis="x")
         axes.set_title(title)
     grid[0].set_ylabel("final loss minus torch.compile's, nats")
     figure.suptitle("Losses end about as far from torch.compile as rounding alone moves them")
-    legend_below(
-        figure,
-        {},
-        "A dot is a seed, a line their mean. Grey: the noise-floor run, torch.compile with its last bits moved.",
-    )
+    note = "A dot is a seed, a line their mean. Grey: the noise-floor run, torch.compile with its last bits moved."
+    legend_below(figure, {}, note)
     return figure
 
 

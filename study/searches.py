@@ -43,10 +43,6 @@ class Search:
         """Whether one sequence more was tried and did not fit."""
         return self.too_large == self.batch + 1
 
-    def answer(self) -> dict[str, Any]:
-        """The summary of the largest run, with `max_sequences` and `exact` as scripts/find_max_batch.py writes them."""
-        return {**self.probes[self.batch], "max_sequences": self.batch, "exact": self.exact}
-
 
 def searches(runs: Iterable[Run]) -> dict[Key, Search]:
     """The searches that the runs belong to. Of two runs of one batch, the later one is kept.
