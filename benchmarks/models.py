@@ -19,7 +19,6 @@ from typing import Any
 import cce_kernels
 import numpy as np
 import torch
-import torch.nn.functional as F
 from cce_kernels.cost.presets import apply_liger, build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,7 +40,6 @@ KAHAN = "cce_kahan"
 OWN = "standard"  # the model's own loss: transformers' ForCausalLMLoss on logits
 LEARNING_RATE = 1e-5
 SEED = 0  # of weights, data, order and bootstrap
-_BLOCK_ROWS = 1024  # rows of fp64 logits at a time
 
 
 @dataclass
@@ -268,15 +266,11 @@ class Bench:
     def fp64_nats(self) -> float:
         """The loss by fp64 logits of the model's own hidden states."""
         hidden = self.model.base_model(input_ids=self.ids, use_cache=False)[0][:, :-1].flatten(0, 1)
-        labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight.double()
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)
-        total = 0.0
-        for e, target in zip(hidden.split(_BLOCK_ROWS), labels.split(_BLOCK_ROWS), strict=True):
-            logits = e.double() @ weight.T
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            total += F.cross_entropy(logits, target, reduction="sum").item()
-        return total / len(labels)
+        labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight
+        softcap = getattr(self.model.config, "final_logit_softcapping", None) or 0.0
+        counts, none = torch.full(labels.shape, 1 / len(labels), dtype=torch.float64, device=self.device), slice(0)
+        found = problems.solve(hidden, weight, labels, counts, torch.float64, softcap=softcap, rows=none, entries=none)
+        return found.loss
 
 
 # ------------------------------------------------------------------------------------------------------- the page
