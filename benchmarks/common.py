@@ -73,7 +73,7 @@ def parse_loss(text: str) -> LossConfig:
     """
     name, *options = text.split()
     if name not in OTHER_LOSSES:
-        check_known("losses", [name], [*loss_names(), *OTHER_LOSSES])
+        check_known("loss", [name], [*loss_names(), *OTHER_LOSSES])
         return load_config([f"loss={name}", *(f"loss.{option}" for option in options)]).loss
     if options:
         raise ConfigError(f"{text}: {name} has no options", f"write {name}")

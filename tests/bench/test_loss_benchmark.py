@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from benchmarks import loss, problems
 from benchmarks.common import interval_of_median, parse_loss, read_runs
 from benchmarks.loss import SETS, Entry, record_times, report_set, run_benchmark
+from benchmarks.loss_pictures import on_named_shapes
 from benchmarks.loss_rows import BAR, FLOOR, Row, merge_rows, read_rows
 from benchmarks.problems import (
     SHAPES,
@@ -167,6 +168,11 @@ def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
         ("cce_kahan", "peaked", None),
     ]
     assert isinstance(json.loads(path.read_text()), list)
+
+
+def test_a_picture_of_rows_without_the_floor_is_drawn():
+    row = make_row(shape="llama_1b3", logits="peaked", ratio_to_compiled=0.9)
+    assert on_named_shapes([row], "a GPU").get_suptitle().startswith("Exact gradients in 0.90 to 0.90")
 
 
 def test_a_damaged_file_is_refused_and_left_alone(tmp_path):
