@@ -32,7 +32,7 @@ from benchmarks.problems import DTYPES, KINDS, Problem, Shape, Solution
 from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, option
-from linrnn.core.errors import DataError, first_line
+from linrnn.core.errors import DataError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.output import say
 from linrnn.core.tables import show
@@ -140,7 +140,6 @@ class Entry:
     forward_ms: list[float] = field(default_factory=list)
     forward_backward_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
-    graph_ms: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -219,7 +218,7 @@ class Bench:
             row.batches, row.dc_sum_err = self.config.batches, problems.relative_error(found, summed_VD)
 
     def _run_rounds(self, turns: list[Problem], floor: Row) -> None:
-        """Once a round, in shuffled order: every entry's forward pass, step and graph, the product and the floor.
+        """Once a round, in shuffled order: every entry's forward pass and step, the product and the floor.
 
         Python's garbage is collected between them.
         """
@@ -229,7 +228,6 @@ class Bench:
             three_products = [problems.three_products(problem) for problem in turns]
         except torch.OutOfMemoryError as error:  # N x V does not fit
             common.failed(floor, error)
-        graphs = {id(entry): self._graphs(entry, turns) for entry in self.entries}
         one_ms, three_ms, clocks = list[float](), list[float](), list[dict[str, Any]]()
         begin = time.perf_counter()
         with collected_at_known_points():
@@ -242,8 +240,6 @@ class Bench:
                 for entry in self.entries:
                     jobs.append((entry, self._job(entry.forward_ms, partial(problems.evaluate, entry.loss, problem))))
                     jobs.append((entry, partial(_time_step, entry, problem)))
-                    if graphs[id(entry)]:
-                        jobs.append((entry, self._job(entry.graph_ms, graphs[id(entry)][turn].replay)))
                 shuffle(jobs)
                 for owner, job in jobs:
                     self._try(owner, job)
@@ -284,16 +280,6 @@ class Bench:
                 for row in rows:
                     setattr(row, key, float(np.median(known)))
         self._save()
-
-    def _graphs(self, entry: Entry, turns: list[Problem]) -> list[torch.cuda.CUDAGraph]:
-        """The step of each set of inputs as a CUDA graph; empty for large inputs and backends without capture."""
-        if len(turns) == 1 or not entry.loss.capturable:
-            return []
-        try:
-            return [problems.capture(entry.loss, problem) for problem in turns]
-        except RuntimeError as error:
-            entry.row.reason = f"no CUDA graph: {first_line(error)}"
-            return []
 
 
 def _time_step(entry: Entry, problem: Problem) -> None:
@@ -361,10 +347,6 @@ def record_times(
     row.forward_ratio_to_product = ratio(entry.forward_ms, one_ms)
     if eager is not None:
         row.backward_ratio_to_eager = ratio(entry.backward_ms, eager.backward_ms)
-    if entry.graph_ms:
-        row.graph_ms = float(np.median(entry.graph_ms))
-        if baseline is not None and baseline.graph_ms:
-            row.graph_ratio_to_compiled = ratio(entry.graph_ms, baseline.graph_ms)
 
 
 def record_total(
@@ -400,7 +382,6 @@ COLUMNS: common.Columns = {
     "/ compiled (95 %)": _ratio("compiled"),
     "/ product (95 %)": _ratio("product"),
     "/ 3 products (95 %)": _ratio("three_products"),
-    "graph ms": "graph_ms:.2f",
     "forward ms": "forward_ms:.2f",
     "backward ms": "backward_ms:.2f",
     "extra MiB": "extra_mib:,.0f",

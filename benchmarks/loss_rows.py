@@ -48,7 +48,7 @@ class Row:
     forward_backward_ms: float | None = None
     forward_backward_ms_q25: float | None = None
     forward_backward_ms_q75: float | None = None
-    graph_ms: float | None = None  # forward and backward as a CUDA graph's replay, where the inputs fit the L2 cache
+    graph_ms: float | None = None  # both passes as a CUDA graph's replay: in rows up to commit 0596196b
     ratio_to_compiled: float | None = None  # forward_backward_ms to that of torch.compile, with 95 % interval
     ratio_to_compiled_low: float | None = None
     ratio_to_compiled_high: float | None = None
@@ -59,7 +59,7 @@ class Row:
     ratio_to_three_products_low: float | None = None
     ratio_to_three_products_high: float | None = None
     forward_ratio_to_product: float | None = None
-    graph_ratio_to_compiled: float | None = None  # of the two graphs' replays
+    graph_ratio_to_compiled: float | None = None  # of the two graphs' replays, likewise
     extra_mib: float | None = None
     forward_extra_mib: float | None = None
     loss_nats: float | None = None

@@ -31,8 +31,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK_ELEMENTS = 2**26  # logits at a time
 _PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
 _ALIGNED = 64  # tokens of the vocabulary
-_GRAPH_WARMUP = 2
-_GRAPH_TOLERANCE = 1e-2  # between the gradients of a replay and of a call
 
 
 @dataclass(frozen=True)
@@ -344,28 +342,23 @@ def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
     return forward_ms + backward_ms, backward_ms
 
 
-class _HostEvent:
-    """What a torch.cuda.Event does, on a CPU."""
-
-    def record(self) -> None:
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, later: "_HostEvent") -> float:
-        return 1e3 * (later._seconds - self._seconds)
-
-
 def _times_ms(actions: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """How long each of `actions` takes, one right after another."""
-    events: list[Any] = [
-        torch.cuda.Event(enable_timing=True) if device.type == "cuda" else _HostEvent() for _ in range(len(actions) + 1)
-    ]
+    on_gpu = device.type == "cuda"
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range((len(actions) + 1) * on_gpu)]
     synchronize(device)
-    events[0].record()
-    for action, event in zip(actions, events[1:], strict=True):
-        action()
+    clock = [time.perf_counter()]
+    for event in events[:1]:
         event.record()
+    for number, action in enumerate(actions, start=1):
+        action()
+        clock.append(time.perf_counter())
+        for event in events[number : number + 1]:
+            event.record()
     synchronize(device)
-    return [first.elapsed_time(last) for first, last in pairwise(events)]
+    if on_gpu:
+        return [first.elapsed_time(last) for first, last in pairwise(events)]
+    return [1e3 * (last - first) for first, last in pairwise(clock)]
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:
@@ -392,31 +385,3 @@ def fits_cache(problem: Problem) -> bool:
     if problem.device.type != "cuda":
         return False
     return problem.gradient_bytes < 2 * torch.cuda.get_device_properties(problem.device).L2_cache_size
-
-
-def capture(loss: LossBackend, problem: Problem) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of :func:`step`, replayed once and compared with a call outside of it.
-
-    Raises:
-        RuntimeError: the pass cannot be captured, or its replay gives other gradients.
-    """
-    stream = torch.cuda.Stream(problem.device)
-    stream.wait_stream(torch.cuda.current_stream(problem.device))
-    with torch.cuda.stream(stream):
-        for _ in range(_GRAPH_WARMUP):
-            step(loss, problem)
-    torch.cuda.current_stream(problem.device).wait_stream(stream)
-    expected = [gradient.clone() for gradient in problem.gradients()]
-    problem.clear_gradients()
-    graph = torch.cuda.CUDAGraph()
-    # A capture that fails leaves its own stream as the current one; the outer block takes this one back.
-    with torch.cuda.stream(torch.cuda.current_stream(problem.device)), torch.cuda.graph(graph):
-        step(loss, problem)
-    captured = problem.gradients()
-    for gradient in captured:
-        gradient.fill_(torch.nan)
-    graph.replay()
-    for got, wanted in zip(captured, expected, strict=True):
-        if not relative_error(got, wanted.double()) < _GRAPH_TOLERANCE:
-            raise RuntimeError("the replay of the CUDA graph gives other gradients than a call")
-    return graph

@@ -286,7 +286,7 @@ def test_a_wrong_choice_is_refused_before_anything_is_measured(override, message
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
+def test_on_a_gpu_memory_and_clocks_are_measured(tmp_path):
     overrides = ["device=cuda", "shapes=[2048x256x8192]", "backends=[standard,cce_kahan]", "logits=[flat]"]
     rows = {row.backend: row for row in run_benchmark(configure(*overrides, tmp_path=tmp_path))}
     logits_mib = 2048 * 8192 * 4 / 2**20
@@ -295,9 +295,7 @@ def test_on_a_gpu_memory_clocks_and_graphs_are_measured(tmp_path):
     assert kahan.extra_mib < standard.extra_mib
     assert 0 < kahan.forward_extra_mib < kahan.extra_mib
     assert standard.sm_mhz > 0
-    assert standard.graph_ms > 0  # the inputs fit the L2 cache
     assert kahan.reason == ""
-    assert kahan.graph_ms > 0
 
 
 def test_every_set_names_known_shapes_and_backends():
