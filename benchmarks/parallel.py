@@ -26,7 +26,7 @@ from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import cli, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
-from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
+from linrnn.core.errors import ConfigError, DataError, UnsupportedError, ran_out_of_memory
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
 from linrnn.core.tables import show
@@ -375,6 +375,8 @@ def write_report(directory: Path) -> list[Path]:
         pictures = {} if picture is None else {"weak_scaling": picture}
         sections = {own[0].run: own for own in common.grouped(steps, key=lambda row: row.run)}
         paths += common.write_report(directory, "steps", "Training steps", sections, STEPS, pictures)
+    if not paths:
+        raise DataError(f"no rows under {directory}", "measure them first, with torchrun")
     return paths
 
 
