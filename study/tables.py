@@ -17,7 +17,7 @@ from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
-from study.searches import batch_verdicts
+from study.searches import Search, batch_verdicts
 from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speeds, step_speeds
 
 Rows = Iterable[Sequence[object]]
@@ -112,8 +112,11 @@ def gain(row: Row, base: Row) -> float:
     return 100 * (median(speeds(row, base)) - 1)
 
 
-def is_about(one: Verdict, target: Target, loss: str) -> bool:
-    return (one.target, one.backend, one.against) == (target, loss, BASELINE) and one.value is not None
+def ending(group: str, target: Target, *losses: str, form: str = "+.4f") -> str:
+    """The verdict of a group on the first of `losses` that it has, against torch.compile."""
+    found = {(one.target, one.backend, one.against): one for one in verdicts_of(RESULTS / "summaries" / group)}
+    own = (found.get((target, loss, BASELINE)) for loss in losses)
+    return interval(next((one for one in own if one is not None and one.value is not None), None), form)
 
 
 # --------------------------------------------------------------------------------------------------------------- setup
@@ -251,12 +254,13 @@ def batches() -> Rows:
     found = searches(RESULTS)
     for model, kind in dict.fromkeys(key[:2] for key in found):
         own = {loss: found.get((model, kind, loss)) for loss in LOSSES}
-        sequences = (one and f"{one.batch}{'' if one.exact else ' or more'}" for one in own.values())
-        bases = (own[loss] for loss in (EAGER, BASELINE))
-        over = (
-            one and one.exact and one.batch and f"{found[model, kind, EXACT].batch / one.batch:.2f}" for one in bases
-        )
-        yield model_in_words(model), kind, *(cell or "-" for cell in (*sequences, *over))
+        sequences = ("-" if one is None else f"{one.batch}{'' if one.exact else ' or more'}" for one in own.values())
+        over = (_times_as_many(found[model, kind, EXACT], own[loss]) for loss in (EAGER, BASELINE))
+        yield model_in_words(model), kind, *sequences, *over
+
+
+def _times_as_many(ours: Search, base: Search | None) -> str:
+    return f"{ours.batch / base.batch:.2f}" if base and base.exact and base.batch else "-"
 
 
 @table("1.3B, 8 x 2,048 tokens", "peak, GiB", "the output layer adds", "of the peak", "peak without it", "lower by")
@@ -272,11 +276,10 @@ def memory_of_the_loss() -> Rows:
 @table("loss", "10M: training", "10M: validation", "350M class: training", "350M class: validation")
 def exact_losses() -> Rows:
     """How far each loss ends from torch.compile: 10M parameters and the 350M class."""
-    small, large = (verdicts_of(RESULTS / "summaries" / group) for group in (FOLDERS["seeds"], "pretrain_filter"))
+    small, large = FOLDERS["seeds"], "pretrain_filter"
     columns = ((small, MVE_LOSS), (small, VALID_LOSS), (large, FINAL_LOSS), (large, VALID_LOSS))
     for loss in (EAGER, "liger", "fla", EXACT, "cce_filter", CONTROL):
-        cells = (next((one for one in found if is_about(one, target, loss)), None) for found, target in columns)
-        yield named(loss), *(interval(one, "+.4f") for one in cells)
+        yield named(loss), *(ending(group, target, loss) for group, target in columns)
 
 
 @table(
@@ -310,25 +313,19 @@ def long_runs() -> Rows:
 @table("small gradient entries", "training", "validation", "test")
 def filters() -> Rows:
     """Pretraining at 10M parameters with each rule: training, validation and test loss."""
-    apple, test = (verdicts_of(RESULTS / "summaries" / group) for group in ("apple", "apple_test"))
-    columns = ((apple, MVE_LOSS), (apple, VALID_LOSS), (test, VALID_LOSS))
+    columns = (("apple", MVE_LOSS), ("apple", VALID_LOSS), ("apple_test", VALID_LOSS))
     for loss, (words, _) in FOLDERS["filters"]["losses"].items():
-        cells = (next(one for one in found if is_about(one, target, loss)) for found, target in columns)
-        yield words, *(interval(one, "+.3f") for one in cells)
+        yield words, *(ending(group, target, loss, form="+.3f") for group, target in columns)
 
 
 @table("loss", *FOLDERS["fine_tuning"]["groups"])
 def fine_tuning() -> Rows:
     """Final training losses after 80 further steps, minus torch.compile's."""
-    groups = [verdicts_of(RESULTS / "summaries" / group) for group in FOLDERS["fine_tuning"]["groups"].values()]
     words: dict[str, list[str]] = {}
     for loss, told in FOLDERS["fine_tuning"]["losses"].items():
         words.setdefault(told, []).append(loss)
     for told, losses in words.items():
-        own = (
-            next((one for one in found for loss in losses if is_about(one, FINAL_LOSS, loss)), None) for found in groups
-        )
-        yield told, *(interval(one, "+.4f") for one in own)
+        yield told, *(ending(group, FINAL_LOSS, *losses) for group in FOLDERS["fine_tuning"]["groups"].values())
 
 
 LOGITS = {"peaked": "trained-like logits", "flat": "random-init logits"}
