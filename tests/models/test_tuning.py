@@ -70,6 +70,12 @@ def table(**keys: str) -> Table:
     return Table("a GPU", VERSIONS, {KERNEL: {KEY: SMALL, **keys}})
 
 
+def use(mode: str, *tables: Table) -> None:
+    """Begin a run on a GPU with these tables."""
+    choices.stored_tables = lambda: tables
+    tuning.use(mode)
+
+
 def do_bench(call: Callable[[], None], quantiles: Any, **_: Any) -> list[float]:
     call()
     return [0.0 if Called.last == 32 else 1.0] * 3
@@ -78,6 +84,7 @@ def do_bench(call: Callable[[], None], quantiles: Any, **_: Any) -> list[float]:
 @pytest.fixture(autouse=True)
 def _a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(choices, "stored_tables", choices.stored_tables)  # as it was, after the test
     yield
     tuning.use("stored")
 
@@ -145,7 +152,7 @@ def test_stored_tables_fit_the_installed_fla():
 )
 def test_which_configurations_are_measured_and_what_is_recorded(mode, batch, width, tiles, source, kind):
     tuned = tuner(kind)
-    tuning.use(mode, table())
+    use(mode, table())
     assert call(tuned, batch, width) == tiles
     assert call(tuned, batch, width) == tiles[-1:], "it is chosen once"
     found = tuning.used()
@@ -157,7 +164,7 @@ def test_which_configurations_are_measured_and_what_is_recorded(mode, batch, wid
     assert f"{int(source == 'stored')} stored, {int(source == 'near')} stored for another batch" in remark
     assert ("1 in their first configuration" in remark) == (source == "first")
     assert remark.endswith("kernel_choices=tune stores them" if source == "tuned" else "none tuned here")
-    tuning.use("stored", table())
+    use("stored", table())
     assert call(tuned) == [16], "a run begins without the choices of an earlier run of the process"
 
 
@@ -182,14 +189,13 @@ def test_a_run_s_choices_are_added_to_the_table_of_its_gpu(tmp_path, monkeypatch
 
 def test_a_kernel_that_one_table_lacks_is_looked_up_in_the_next(monkeypatch):
     own = Table("a GPU", VERSIONS, {"another:kernel": {KEY: LARGE}})
-    monkeypatch.setattr(choices, "stored_tables", lambda: [own, table()])
-    tuning.use("stored")
+    use("stored", own, table())
     assert call(tuner()) == [16]
 
 
 def test_a_configuration_that_the_kernel_lacks_is_not_used():
     tuned = tuner()
-    tuning.use("stored", table(**{KEY: "BT=64 num_warps=4 num_stages=3"}))
+    use("stored", table(**{KEY: "BT=64 num_warps=4 num_stages=3"}))
     assert call(tuned)[-1] == 32
 
 
@@ -216,7 +222,7 @@ def test_what_triton_compiles_wrongly_for_hopper_is_left_out(capability, width, 
     assert {warps for _, warps in left_out(kernel, BK=width)} - {8} == expected
     key = tuple(width if name == "BK" else 64 for name in kernel.keys)
     stored = {kernel.cache.kernel: {choices.key_text(kernel, key): "num_warps=4 num_stages=2"}}
-    tuning.use("stored", Table("a GPU", VERSIONS, stored))
+    use("stored", Table("a GPU", VERSIONS, stored))
     assert (key in kernel.cache) is not bool(expected)
 
 
@@ -295,7 +301,7 @@ def test_kernels_are_compiled_on_threads_and_not_run(hopper, tmp_path):
     assert hopper == both, "the first configuration alone"
     hopper.clear()
     stored = "BLOCK=16 num_warps=4 num_stages=3"
-    tuning.use("stored", Table("a GPU", VERSIONS, {f"{__name__}:add_one": {"N=16 float32": stored}}))
+    use("stored", Table("a GPU", VERSIONS, {f"{__name__}:add_one": {"N=16 float32": stored}}))
     with tuning.compile_ahead():
         tuned[(1,)](x, N=16)
     assert hopper == both, "the stored configuration alone"

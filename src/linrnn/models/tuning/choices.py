@@ -33,7 +33,6 @@ class _Process:
     """The choices of this process's run."""
 
     mode: str = "stored"
-    tables: Sequence[Table] | None = None  # the first that has a choice counts; None: those that the GPU can use
     used: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)  # kernel → key → (configuration, source)
     rehearsed: "list[tuple[Choices, Any]] | None" = None  # what a rehearsal has chosen; None: there is no rehearsal
 
@@ -111,7 +110,7 @@ class Choices(dict[tuple[Any, ...], Any]):
         text = key_text(self.tuner, key)
         usable = without_excluded(self.kernel, named_sizes(self.tuner, key), self.tuner.configs)
         by_text = {config_text(config): config for config in usable}
-        for table in stored_tables() if _process.tables is None else _process.tables:
+        for table in stored_tables():  # the first that has a choice counts
             found = table.find(self.kernel, text)
             if found is not None and found[1] in by_text:
                 self._take(key, by_text[found[1]], STORED if found[0] == text else NEAR)
@@ -141,16 +140,15 @@ def rehearsing() -> Iterator[None]:
             choices.pop(key, None)
 
 
-def use(mode: str, table: Table | None = None) -> None:
+def use(mode: str) -> None:
     """Begin a run: forget earlier choices, and take the next ones by `mode`.
 
     Args:
         mode: `stored`: from the table; kernels without a stored choice are tuned. `first`: from the table; kernels
             without a stored choice run in their first configuration. `tune`: all are tuned.
-        table: the autotune cache; None: all that this machine's GPU can use (:func:`stored_tables`).
     """
     adopt()
-    _process.mode, _process.tables, _process.used = mode, None if table is None else (table,), {}
+    _process.mode, _process.used = mode, {}
     for choices in _all:
         choices.clear()
 
