@@ -51,7 +51,7 @@ def heading(runs: Sequence[Run]) -> str:
 
 def measured(runs: Sequence[Run]) -> list[Run]:
     """Usable runs whose speed was measured."""
-    return [run for run in runs if run.finished and run.summary["tokens_per_second"]]
+    return [run for run in runs if run.usable and run.summary["tokens_per_second"]]
 
 
 def _panel(run: Run) -> tuple[str, str]:

@@ -75,6 +75,11 @@ class Run:
         return self.summary["status"] == "finished"
 
     @property
+    def usable(self) -> bool:
+        """Whether its figures may be compared with others. Those of a run of two origins may not."""
+        return self.finished and len(self.environments) < 2
+
+    @property
     def environment(self) -> dict[str, Any]:
         """The first of its environments; empty for a run that could not start."""
         return next(iter(self.environments), {})
@@ -140,7 +145,8 @@ def origin_warning(runs: Sequence[Run]) -> str:
     for letter, (environment, own) in zip(ascii_uppercase, origins, strict=False):
         names = ", ".join(own[:NAMED]) + (f" and {len(own) - NAMED} more" if own[NAMED:] else "")
         told.append(f"{letter} (commit {commit_in_words(environment.get('git'), digits=9)}): {names}")
-    return f"the runs differ in {', '.join(differing(own for own, _ in origins))}. {'; '.join(told)}"
+    several = "; a run of two origins decides nothing" if any(len(run.environments) > 1 for run in runs) else ""
+    return f"the runs differ in {', '.join(differing(own for own, _ in origins))}. {'; '.join(told)}{several}"
 
 
 # --------------------------------------------------------------------------------------------------- reading, writing

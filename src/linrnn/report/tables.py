@@ -83,7 +83,7 @@ def of_runs(runs: Sequence[Run]) -> Table:
     bases = {
         (run.setting, run.summary["seed"]): run.summary
         for run in runs
-        if run.summary["loss"] == baseline and run.finished
+        if run.summary["loss"] == baseline and run.usable
     }
 
     def place(entry: tuple[Run, str]) -> tuple[Any, ...]:

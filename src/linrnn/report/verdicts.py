@@ -18,7 +18,7 @@ def verdicts(
 ) -> list[Verdict]:
     """Every target for every model and loss of `runs`, for each kind of activation checkpointing and execution.
 
-    Each result is about the setting that most losses share.
+    Each result is about the setting that most losses share. Runs of two origins are left out.
 
     Args:
         targets: empty: what every report compares, with the baseline that was run.
@@ -29,7 +29,7 @@ def verdicts(
         targets = [replace(target, of=(baseline_of(runs),)) for target in COMPARISONS]
     kinds: dict[Kind, dict[tuple[Any, ...], dict[str, list[Run]]]] = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
-        if run.finished:
+        if run.usable:
             kind = run.summary["model"], run.summary["activation_checkpointing"], run.execution
             kinds[kind][run.setting].setdefault(name, []).append(run)
     found: list[Verdict] = []
@@ -57,7 +57,7 @@ def _once(words: Iterable[str]) -> list[str]:
 
 def baseline_of(runs: Sequence[Run]) -> str:
     """The loss that ratios refer to: compiled if it was run, else eager, else our exact loss."""
-    losses = {run.summary["loss"] for run in runs if run.finished}
+    losses = {run.summary["loss"] for run in runs if run.usable}
     return next((name for name in (*BASELINES, EXACT) if name in losses), BASELINES[0])
 
 
