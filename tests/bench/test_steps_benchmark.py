@@ -160,7 +160,7 @@ def test_a_step_is_the_trainers_step(optimizer, small):
         ("model=gla size=smoke", "has no vocabulary"),
         (f"{GLA} size.hiden_size=2", "there is no such key"),
         (f"{GLA} {GRAPH} trainer.activation_checkpointing=full", "reads the state of the random numbers"),
-        (f"{GLA} {GRAPH} trainer.compile=blocks", "trainer.compile=blocks was not tried with a CUDA graph"),
+        (f"{GLA} {GRAPH} trainer.compile=blocks", "trainer.compile=blocks was not tried with it"),
         (f"{GLA} trainer.compile=blocks trainer.activation_checkpointing=selective", "a compiled block shows none"),
     ],
 )
