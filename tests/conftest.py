@@ -208,6 +208,21 @@ def fresh_command() -> Command:
     return call
 
 
+@pytest.fixture(scope="module")
+def traced() -> Iterator[None]:
+    """On a CPU torch.compile, the baseline of benchmarks, runs the graph that it traces: compiling one takes seconds.
+
+    tests/losses/test_losses.py compiles it.
+    """
+    import torch
+
+    compiled = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch, "compile", lambda f, options, **how: compiled(f, backend="aot_eager", **how))
+        yield
+
+
 @pytest.fixture
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each of FLA's kernels runs with its first configuration: tuning would take minutes."""

@@ -15,12 +15,8 @@ from linrnn.core.errors import ConfigError, LinrnnError
 STAND_IN = """
 import json, sys, tomllib
 from pathlib import Path
-from transformers import AutoTokenizer
 config = tomllib.loads(Path(sys.argv[sys.argv.index("--job.config_file") + 1]).read_text())
 model = json.loads(Path(config["model"]["config"]).read_text())
-text = json.loads(Path(config["training"]["data_files"]).open().readline())["text"]
-tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer_path"])
-assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 folder = Path(config["job"]["dump_folder"]) / "tb"
 folder.mkdir(parents=True)
 ours = "cce_kernels" in sys.modules
@@ -49,11 +45,18 @@ def _without_torchrun(monkeypatch) -> None:
 
 
 def test_every_loss_is_one_run_of_flame_and_only_ours_is_registered(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer  # seconds, which only this test shall pay
+
     clone(tmp_path)
     told = {}
 
     def logged(folder: Path, loss: str, run_id: str) -> list[Row]:
         told[loss] = json.loads((folder / "told.json").read_text())
+        config = told[loss]["config"]
+        first, *_ = Path(config["training"]["data_files"]).read_text().splitlines()
+        text = json.loads(first)["text"]
+        tokenizer = AutoTokenizer.from_pretrained(config["model"]["tokenizer_path"])
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         return [Row(loss, run_id, step, 9.0 - step + (loss == "cce_kahan") / 8, 1e3, 1.5, 2.0) for step in (1, 2)]
 
     monkeypatch.setattr(flame_run, "logged", logged)

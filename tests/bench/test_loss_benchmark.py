@@ -26,6 +26,7 @@ from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.losses import build_loss
 
+pytestmark = pytest.mark.usefixtures("traced")
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 200, 16, 300)
 

@@ -27,6 +27,7 @@ from linrnn.training.trainer import Trainer
 from study.criteria import SPEED_AT_LARGEST
 from study.step_speed import step_speeds
 
+pytestmark = pytest.mark.usefixtures("traced")
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
 GLA = f"model=gla {SMALL}"
 COMMITTED = [path.parent for path in (Path(__file__).parents[2] / "results" / "bench_steps").glob("*/rows.jsonl")]

@@ -155,7 +155,7 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     bias = None if whole[3] is None else whole[3].detach()[here].requires_grad_()
     weights = {name: x[mine] for name, x in weights_of(case, whole[2]).items()}
     function = vocabulary_parallel_linear_cross_entropy
-    if spread.compiled:
+    if spread.compiled and (with_kernels() or not spread.stored_rows):  # a trace costs a second
         torch._dynamo.reset()  # otherwise the cases add up to its limit of recompilations
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     buffer = torch.zeros(c.shape, device=device) if spread.main_grad else None
@@ -191,10 +191,14 @@ def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any
     return {name: tensor.detach().cpu() for name, tensor in got.items()}
 
 
+def with_kernels() -> bool:
+    return INTERPRETED or torch.cuda.is_available()
+
+
 @contextlib.contextmanager
 def stored(rows: int) -> Iterator[None]:
     """Make the Triton kernels store exponentials in chunks of this many rows (0: their own choice)."""
-    if not rows or not (INTERPRETED or torch.cuda.is_available()):
+    if not rows or not with_kernels():
         yield
         return
     from cce_kernels.backends import with_triton

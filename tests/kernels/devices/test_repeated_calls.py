@@ -116,6 +116,8 @@ def test_a_repeated_call_gives_the_bits_of_a_usual_one(case, device, monkeypatch
         upstream = -0.5 if step % 3 else 1.0
         found = call(case, *inputs, upstream, again=step == 5)
         counts.append(len(runs) - before)
+        if step < 2:  # ran as usual
+            continue
         with as_usual():
             usual = call(case, *inputs, upstream, again=step == 5)
         assert len(runs) - before == counts[-1]

@@ -13,8 +13,9 @@ from cce_kernels import (
     vocabulary_shards,
 )
 from cce_kernels.options import Place
+from pool import Pool
 from torch import distributed as dist
-from vocab_parallel_ranks import Spread, cases, start
+from vocab_parallel_ranks import Spread, cases, main, start
 
 SPREADS = [spread for spread in cases(3) if not spread.unequal]
 ON_GPUS = (
@@ -27,8 +28,12 @@ INTERPRETED = (*ON_GPUS, "if_faster-fp32-same")
 
 
 @pytest.fixture(scope="module")
-def computed() -> list[dict[str, Any]]:
-    return start({3: SPREADS})[3]
+def computed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder, pool, names = tmp_path_factory.mktemp("ranks"), Pool(), {3: [str(spread) for spread in SPREADS]}
+    codes = pool.run(main, [(rank, str(folder), "cpu", names) for rank in range(3)], seconds=300)
+    pool.close()
+    assert codes == [0] * 3
+    return [torch.load(folder / f"of_3.{rank}", weights_only=True) for rank in range(3)]
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
