@@ -87,6 +87,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a file has imported and keeps is frozen, too."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        freeze()
+
+
 def pytest_unconfigure() -> None:
     _interpreter.stop()
 

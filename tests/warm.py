@@ -20,14 +20,14 @@ LIBRARIES = [
 ]
 LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
-OURS += ["benchmarks.loss", "benchmarks.parallel"]
+OURS += ["linrnn.commands.training", "benchmarks.loss", "benchmarks.parallel"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.report.write"]
 
 gc.disable()
 for module in (*LIBRARIES, *OURS):
     import_module(module)
-for model in MODELS:
-    import_fla(f"fla.models.{model}")
+for fla in ("layers.delta_net", *(f"models.{model}" for model in MODELS)):
+    import_fla(f"fla.{fla}")
 for parallel in ("none", "ddp", "fsdp", "vocab"):
     load_config([f"parallel={parallel}"])
 tqdm.monitor_interval = 0  # the compiler's progress bar must not start a thread here

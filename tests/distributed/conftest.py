@@ -1,4 +1,4 @@
-"""Ranks that stay for all runs of a file."""
+"""Ranks that stay for all runs."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from pool import Pool
 from rank_process import trained_in
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     pool = Pool()
     yield pool

@@ -15,12 +15,13 @@ from stored_cases import three_products
 from torch import Tensor
 
 VOCAB = 391
-FOUR, ONE_CHUNK, CHUNKS = 0, 384, 128  # products; or three, in chunks of so many of 300 rows
+ROWS = 200
+FOUR, ONE_CHUNK, CHUNKS = 0, 256, 128  # products; or three, in chunks of so many rows
 
 
 def drawn(device: str, k: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """e, c, and targets and weights (300, K). Some are ignored, many rows share one, and one row has one five times."""
-    case = Case("soft", shape=(300,), vocab=VOCAB, dtype=BF16, peak=4, several=k)
+    """e, c, and targets and weights (ROWS, K). Some are ignored, many rows share one, one row has one five times."""
+    case = Case("soft", shape=(ROWS,), vocab=VOCAB, dtype=BF16, peak=4, several=k)
     e, c, targets, _ = draw(case, device)
     targets[::3, -1], targets[5], targets[7, 0], targets[11] = 3, 17, IGNORE, IGNORE
     weights = torch.rand(targets.shape, generator=torch.Generator().manual_seed(4)).to(device)
@@ -65,7 +66,7 @@ def test_a_student_near_its_teacher_learns_as_precisely_as_with_logits_in_fp32(r
     """p and the weights cancel to a tenth of them. With fp32 logits the gradients' own rounding is left, 1.7e-3."""
     e, c, *_ = drawn(device)
     with torch.no_grad():
-        teacher = (e.float() @ c.float().T + 0.1 * torch.randn(300, VOCAB).to(device)).softmax(dim=1)
+        teacher = (e.float() @ c.float().T + 0.1 * torch.randn(ROWS, VOCAB).to(device)).softmax(dim=1)
     weights, targets = teacher.topk(4 if INTERPRETED else 16)
     with scheme(rows):
         got = gradients(linear_cross_entropy(e, c, targets, target_weights=weights), (e, c))
