@@ -219,16 +219,20 @@ def fresh_command() -> Command:
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[None]:
-    """On a CPU torch.compile, the baseline of benchmarks, runs the graph that it traces: compiling one takes seconds.
+    """On a CPU torch.compile, as in the loss `compiled`, runs the graph that it traces: compiling one takes seconds.
 
     tests/losses/test_losses.py compiles it.
     """
     import torch
 
     compiled = torch.compile
+
+    def compile(*functions: Any, options: dict[str, Any] | None = None, **how: Any) -> Any:
+        return compiled(*functions, **how, backend="eager")
+
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(torch, "compile", lambda f, options, **how: compiled(f, backend="eager", **how))
+            patch.setattr(torch, "compile", compile)
         yield
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -382,13 +383,18 @@ def test_the_command_that_export_names_loads_the_model_on_a_cpu(
     assert done.returncode == 0, done.stderr
     here, elsewhere, what_it_takes = done.stdout.splitlines()[1:]
     assert "need a GPU" in what_it_takes
-    load = f"{here.strip().replace('.model  # CPU or GPU', '')}.model"
-    forward = "import torch; print(model(torch.tensor([[1, 2, 3]])).logits.shape)"
-    for line, words in ((load, "[1, 3, 512]"), (elsewhere.strip().replace("import fla, ", "import "), "not recognize")):
-        *imports, call = line.split("; ")
-        code = "; ".join([*imports, f"model = {call}", forward])
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert words in ran.stdout + ran.stderr, ran.stderr
+    *imports, call = here.strip().replace(".model  # CPU or GPU", "").split("; ")
+    program = f"""
+try:
+    {elsewhere.strip().replace("import fla, ", "import ")}
+except ValueError as error:
+    print("refused:", error)
+{"; ".join(imports)}; import torch
+print({call}.model(torch.tensor([[1, 2, 3]])).logits.shape)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "[1, 3, 512]" in ran.stdout, ran.stderr
+    assert re.search("refused: .*not recognize", ran.stdout, re.DOTALL), "without fla"
     assert not load_trained(out, "cpu").model.training
     assert load_trained(str(run.directory.path)).config is not None
 

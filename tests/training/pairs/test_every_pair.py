@@ -12,6 +12,7 @@ from linrnn.core.errors import UnsupportedError
 from linrnn.losses import check_loss, loss_names
 from linrnn.training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("traced")
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 CPU = torch.device("cpu")
 
