@@ -94,31 +94,35 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
                 "step": reading.step, "sequences": sequences, "tokens": batch.labels.numel(), "parameters": name,
                 "signal": mean - of_batch / BATCHES, "batch": of_batch, "sample": sample,
                 "bias": sum(bias[name]) / SAMPLED, "rounding": sum(rounding[name]) / SAMPLED,
-                "sample_over_batch": sample / of_batch, "sample_by_batch": scatter[name],
+                "sample_over_batch": sample / of_batch, "rounding_over_batch": sum(rounding[name]) / SAMPLED / of_batch,
+                "sample_by_batch": scatter[name],
                 "draws": DRAWS, "batches": BATCHES,
             }  # fmt: skip
 
 
-def draw(rows: list[dict[str, Any]]) -> Any:
-    """The share of sampling in a batch's noise, by step, for both batch sizes."""
+def draw(rows: list[dict[str, Any]], large: list[dict[str, Any]]) -> Any:
+    """The share of sampling in a batch's noise, by step: 10M parameters with two batch sizes, and 448M."""
     figure, axes = subplots(1, 1, figsize=(7.2, 3.8))
-    for sequences, colour in zip(SEQUENCES, COLOURS[:2], strict=True):
+    lines = [("10M", sequences, rows, "sample_over_batch", "o-") for sequences in SEQUENCES]
+    lines += [("448M", SEQUENCES[0], large, "sample_over_batch", "s-")]
+    lines += [("448M, torch.compile's rounding", SEQUENCES[0], large, "rounding_over_batch", "x:")]
+    for (size, sequences, of, key, style), colour in zip(lines, COLOURS[:4], strict=True):
         own = sorted(
-            (row["step"], 100 * row["sample_over_batch"], row["tokens"])
-            for row in rows
+            (row["step"], 100 * row[key], row["tokens"])
+            for row in of
             if (row["sequences"], row["parameters"]) == (sequences, "all")
         )
-        axes.plot([step for step, _, _ in own], [share for _, share, _ in own], "o-", color=colour)
-        step, share, tokens = own[0]
-        axes.annotate(
-            f"batches of {tokens:,} tokens", (step, share), xytext=(0, 8), textcoords="offset points", color=colour
-        )
+        label = f"{size}, batches of {own[0][2]:,} tokens" if of is rows else size
+        axes.plot([step for step, _, _ in own], [share for _, share, _ in own], style, color=colour, label=label)
     axes.set_xscale("log")
-    axes.set_ylim(0, 0.7)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("optimizer step of 16,384 tokens")
-    axes.set_ylabel("variance of sampling, % of the batch's own")
-    most = max(100 * row["sample_over_batch"] for row in rows)
-    figure.suptitle(f"Sampling adds at most {most:.2f} % to the noise that a batch has anyway")
+    axes.set_ylabel("variance, % of the batch's own")
+    axes.legend(fontsize=8)
+    most = max(100 * row["sample_over_batch"] for row in rows + large if row["parameters"] == "all")
+    figure.suptitle(f"Sampling adds at most {most:.1f} % to the noise that a batch has anyway")
     return figure
 
 

@@ -325,8 +325,9 @@ def filters(results: Path) -> Any:
 
 def gradient_noise(results: Path) -> Any:
     """How much noise the sampled gradient adds to a batch's own."""
-    _, *lines = (results / "gradient_noise" / f"{FOLDERS['gpus']['H200']}.jsonl").read_text().splitlines()
-    return draw_noise([json.loads(line) for line in lines])
+    gpu = FOLDERS["gpus"]["H200"]
+    texts = [(results / "gradient_noise" / f"{name}.jsonl").read_text() for name in (gpu, f"{gpu}_448m")]
+    return draw_noise(*([json.loads(line) for line in text.splitlines()[1:]] for text in texts))
 
 
 if __name__ == "__main__":

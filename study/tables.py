@@ -342,12 +342,22 @@ def filter_speed() -> Rows:
         yield shape, *(own.get((gpu, logits), "-") for gpu in FOLDERS["gpus"] for logits in LOGITS)
 
 
-@table("step", "tokens of a batch", "parameters", "of the batch's variance", words=("parameters",))
+@table(
+    "parameters of the model",
+    "step",
+    "tokens of a batch",
+    "gradient of",
+    "sampling",
+    "torch.compile's rounding",
+    words=("gradient of",),
+)
 def noise_by_step() -> Rows:
-    """The variance that sampling adds to a gradient, by step and batch."""
-    _, *lines = (RESULTS / "gradient_noise/nvidia_h200.jsonl").read_text().splitlines()
-    for one in map(json.loads, lines):
-        yield f"{one['step']:,}", f"{one['tokens']:,}", one["parameters"], share(one["sample_over_batch"], ".2f")
+    """The variance that sampling adds to a gradient, by step and batch, as a share of the batch's own."""
+    for size, name in (("10M", "nvidia_h200"), ("448M", "nvidia_h200_448m")):
+        _, *lines = (RESULTS / f"gradient_noise/{name}.jsonl").read_text().splitlines()
+        for one in map(json.loads, lines):
+            shares = (share(one.get(key), ".3f") for key in ("sample_over_batch", "rounding_over_batch"))
+            yield size, f"{one['step']:,}", f"{one['tokens']:,}", one["parameters"], *shares
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face models

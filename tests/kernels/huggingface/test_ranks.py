@@ -97,6 +97,7 @@ def a_rank(rank: int, port: int, folder: str, device: str = "cpu") -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if device == "cuda":
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # without it, Trainer with FSDP2 and LoRA differs from run to run
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
