@@ -223,9 +223,12 @@ def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
 def test_points_without_their_text_cannot_run_here(small, tmp_path):
     (tmp_path / "my.txt").write_text("some text")
     own = [override for override in small("loss=standard", "data=text") if "data.n_" not in override]
-    there, absent = foresee([[*own, f"data.path={tmp_path}/{file}"] for file in ("my.txt", "no.txt")])
-    assert there.refusal is None
-    assert f"data.path={tmp_path}/no.txt does not exist" in absent.refusal
+    own.append(f"data.path={tmp_path}/my.txt")
+    absent = [f"{key}={tmp_path}/no.txt" for key in ("data.path", "data.valid_path")]
+    points = foresee([own, *([*own, override] for override in absent)])
+    assert points[0].refusal is None
+    for override, point in zip(absent, points[1:], strict=True):
+        assert f"{override} does not exist" in point.refusal
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a login node has no GPU")

@@ -170,8 +170,9 @@ def _foresee(point: Point) -> Point:
         total = None if seconds is None else START_SECONDS + seconds
         point = dataclasses.replace(point, memory_bytes=memory, seconds=total)
         if isinstance(config.data, TextDataConfig):
-            for path in (config.data.path, config.data.valid_path, *(source.path for source in config.data.sources)):
-                _ = path is None or find_files(path, "data.path")  # raises if there is none
+            named = [("data.sources", source.path) for source in config.data.sources]
+            for key, path in (*named, ("data.path", config.data.path), ("data.valid_path", config.data.valid_path)):
+                _ = path is None or find_files(path, key)  # raises if there is none
         make_training_plan(config)
         check_memory_budget(config.memory_budget_gib, device)
         check_step_fits(plan, arch)
