@@ -72,9 +72,9 @@ def run(
 
 def _check_runs(overrides: Sequence[str], config_name: str) -> None:
     """Reject what can be no override of a command's runs: forecasts, and misspelled keys of the command itself."""
-    if any(override.startswith(("dry_run=", "gpu=")) for override in overrides):
+    for key in (own for own in ("dry_run", "gpu") if any(override.startswith(f"{own}=") for override in overrides)):
         raise ConfigError(
-            "dry_run: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
+            f"{key}: this command has no such key", "python train.py … dry_run=true prints the forecast of a run"
         )
     for root in map(_root, overrides):
         likely = difflib.get_close_matches(root, _keys(config_name), n=1, cutoff=0.75)
