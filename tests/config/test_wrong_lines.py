@@ -116,3 +116,11 @@ def test_help_is_printed_before_torch_or_hydra_is_imported():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
     assert "\naccumulate: native" in done.stdout
+
+
+def test_help_fills_its_lines(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    run(lambda config: None, "train", "What it is.\n\nA sentence that a docstring breaks,\nof two\nlines.\n")
+    told = capsys.readouterr().out
+    assert told.startswith("What it is.\n\nA sentence that a docstring breaks, of two lines.\n\nusage: ")
+    assert "| liger |\n" + " " * 15 + "standard" in told

@@ -33,10 +33,11 @@ def help_text(config_name: str, description: str = "", arguments: Sequence[str] 
             check_option(group, option, menu)
             given[group] = None if option == "null" else option
     program = sys.argv[0] if is_program() else f"python {os.path.relpath(sys.argv[0])}"
-    lines = [description, "", f"usage: {program} [group=option …] [group.key=value …]", ""]
+    paragraphs = [textwrap.fill(" ".join(one.split()), WIDTH) for one in description.strip().split("\n\n")]
+    lines = ["\n\n".join(paragraphs), "", f"usage: {program} [group=option …] [group.key=value …]", ""]
     groups = {*menu, *(["data"] if issubclass(COMMANDS[config_name], ReadingConfig) else [])}
     if groups:
-        lines += ["groups:", *(f"  {group:<12} {' | '.join(options_of(group))}" for group in sorted(groups)), ""]
+        lines += ["groups:", *(_hanging(f"  {one:<12} ", " | ".join(options_of(one))) for one in sorted(groups)), ""]
     lines += [
         f"exit codes: {EXIT_CODES}",
         "",
@@ -87,6 +88,11 @@ def _fitted(line: str) -> str:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return textwrap.fill(f"# {meaning}", WIDTH, initial_indent=value, subsequent_indent=f"{'':<{len(value)}}# ")
+
+
+def _hanging(title: str, words: str) -> str:
+    """Words beside a title; further lines stand below the words."""
+    return textwrap.fill(words, WIDTH, initial_indent=title, subsequent_indent=" " * len(title))
 
 
 def _comment(text: str) -> str:
