@@ -237,10 +237,12 @@ def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
     [
         ("overrides: [mve]\n", "'mve' cannot be read"),
         ("overrides: [size=mvee]\n", "size=mvee: there is no such size"),
-        ("overrides: [sise=mve]\n", "configs/experiment/mine.yaml: sise: there is no such key"),
-        ("overrides: [size=mve\nseed: 1\n", "configs/experiment/mine.yaml: while parsing a flow sequence"),
+        ("overrides: [sise=mve]\n", "sise: there is no such key"),
+        ("overrides: [size=mve\nseed: 1\n", "while parsing a flow sequence"),
         ("overrides: [seed: 1]\n", "overrides holds {'seed': 1}, which is no text"),
-        ("trainer: {max_steps: 5}\n", "configs/experiment/mine.yaml: experiment."),
+        ("", "overrides must be given"),
+        ("overrides: [experiment=mve]\n", "an experiment chooses no other one"),
+        ("trainer: {max_steps: 5}\n", "experiment.trainer"),
     ],
 )
 def test_a_broken_experiment_is_refused(text, cause, tmp_path, monkeypatch):
@@ -249,5 +251,5 @@ def test_a_broken_experiment_is_refused(text, cause, tmp_path, monkeypatch):
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config(["experiment=mine"])
-    assert error.value.cause.startswith(cause)
+    assert error.value.cause.startswith(f"configs/experiment/mine.yaml: {cause}")
     assert error.value.remedy

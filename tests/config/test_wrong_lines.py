@@ -44,7 +44,7 @@ LINES = [
     ),
     ("train", "data=text data.path=x data.branching=3", "data.branching", "it is an option of data=markov; data has: "),
     ("train", "schedule=constant schedule.min_lr_ratio=1", "schedule.min_lr_ratio", "schedule=cosine, schedule=linear"),
-    ("train", "experiment=phase1 data=markov", "experiment/phase1.yaml: data.max_tokens", "another data"),
+    ("train", "experiment=phase1 data=markov", "experiment/phase1.yaml: data.max_tokens", "without experiment"),
     ("evaluate", "checkpoint=x loss.filter_eps=1", "a key of a group that is not chosen", "first choose loss=NAME"),
     # A value that must be given.
     ("train", "data=text", "data.path must be given", "add data.path=…"),

@@ -85,11 +85,23 @@ def of_experiment(arguments: Sequence[str]) -> list[str]:
     """The overrides of the experiment that arguments choose, if any.
 
     Raises:
-        ConfigError: there is no such experiment, or its file is broken.
+        ConfigError: there is no such experiment, or its file is broken. The error names the file.
     """
     name = dict(argument.partition("=")[::2] for argument in arguments).get("experiment", "null")
     check_option("experiment", name, menu_of())
-    return [] if name == "null" else to_config(_loaded("experiment", name, CONFIG_DIR)).overrides
+    if name == "null":
+        return []
+    loaded = _loaded("experiment", name, CONFIG_DIR)
+    try:
+        overrides: list[str] = to_config(loaded).overrides
+        check_overrides(overrides)
+        for group, option in (one.split("=", 1) for one in overrides if key_of(one) in menu_of()):
+            if group == "experiment":
+                raise ConfigError("an experiment chooses no other one", f"copy the overrides of {option}")
+            check_option(group, option, menu_of())
+    except ConfigError as error:
+        raise ConfigError(f"configs/experiment/{name}.yaml: {error.cause}", error.remedy) from error
+    return overrides
 
 
 def check_option(group: str, option: str, menu: dict[str, str | None]) -> None:
@@ -119,7 +131,6 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
     menu = menu_of(config_name)
     overrides = [override.lstrip("+") for override in overrides]
     experiment = of_experiment(overrides) if "experiment" in menu else []
-    check_overrides(experiment)
     options = dict(override.split("=", 1) for override in [*experiment, *overrides] if key_of(override) in menu)
     for group, option in options.items():
         check_option(group, option, menu)
@@ -131,7 +142,7 @@ def compose_config(overrides: Sequence[str], config_name: str = "train") -> "Dic
             if key_of(override) not in menu:
                 _set(composed, override)
         except ConfigError as error:
-            remedy = f"choose another {override.partition('.')[0]}, or run without experiment={name}"
+            remedy = f"{error.remedy}; or run without experiment={name}"
             raise ConfigError(f"configs/experiment/{name}.yaml: {error.cause}", remedy) from error
     for override in overrides:
         if key_of(override) not in menu:
