@@ -1,5 +1,6 @@
 """What the ranks of tests/distributed/test_initial_weights.py do."""
 
+import gc
 import itertools
 import os
 from typing import Any
@@ -71,6 +72,7 @@ def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> Non
     dist.init_process_group("gloo")
     mesh = make_mesh(config.parallel, "cpu")
     arch = resolve(config.model, config.size, 515)
+    gc.collect()  # models of the process's earlier runs, which would count as given back
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         if deferred:
             blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"))
