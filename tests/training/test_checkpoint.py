@@ -102,6 +102,14 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_part_that_another_machine_keeps_to_itself_makes_no_checkpoint(tmp_path, monkeypatch):
+    away = "shard-00002-model-00001-of-00001.safetensors"
+    monkeypatch.setattr(checkpoint.Checkpointer, "_of_all", lambda self, own: [*own, away])
+    with pytest.raises(StorageError, match=f"{away} of another rank is not in"):
+        saved(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
 def restored(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model whose own state was another."""
     model, optimizer = build()

@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,8 @@ class Checkpointer:
         partial = target.with_name(target.name + PARTIAL)
         try:
             write(tensors, partial, self._group)
-            failure = [self._published(target, partial, state, config_yaml) if self._rank == 0 else None]
+            parts = self._of_all([path.name for path in partial.glob(f"shard-{self._rank + 1:05d}-*")])
+            failure = [self._published(target, partial, parts, state, config_yaml) if self._rank == 0 else None]
             if self._group is not None:
                 dist.broadcast_object_list(failure, src=0, group=self._group)
             if failure[0] is not None:
@@ -175,9 +177,24 @@ class Checkpointer:
         except BaseException as problem:  # wait() raises it
             self._error = problem
 
-    def _published(self, target: Path, partial: Path, state: dict[str, Any], config_yaml: str) -> OSError | None:
-        """Write all but the tensors, flush, and give the directory its name. Returns what failed."""
+    def _of_all(self, own: list[str]) -> list[str]:
+        """The lists of all ranks, one after another."""
+        if self._group is None:
+            return own
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own, group=self._group)
+        return list(chain(*every))
+
+    def _published(
+        self, target: Path, partial: Path, parts: list[str], state: dict[str, Any], config_yaml: str
+    ) -> OSError | None:
+        """Write all but the tensors, flush, and give the directory its name. Returns what failed.
+
+        parts: the files that all ranks have written. One that is not here lies on a disk of another machine.
+        """
         try:
+            if away := [name for name in parts if not (partial / name).is_file()]:
+                raise OSError(f"{away[0]} of another rank is not in {partial}: all ranks need one results_dir")
             (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
             (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
             write_checksums(partial)
