@@ -363,6 +363,18 @@ def test_damaged_shards_are_found_and_named(tmp_path, corpus, tokenizer, file, d
     assert f"delete {directory}" in raised.value.remedy
 
 
+def test_a_split_of_several_files_is_refused_and_never_read_in_part(tmp_path, corpus, tokenizer):
+    config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
+    directory = prepare(config).directory
+    meta = linrnn.data.shards.read_meta(directory)
+    del meta["fingerprint"]
+    meta["splits"]["train"] *= 2
+    linrnn.data.shards.write_meta(directory, meta)
+    with pytest.raises(DataError, match="lists several files of the split train") as raised:
+        prepare(config)
+    assert f"delete {directory}" in raised.value.remedy
+
+
 @pytest.mark.parametrize(
     ("texts", "changes", "error", "cause"),
     [
