@@ -91,10 +91,15 @@ def test_runs_of_different_identity_have_different_names():
         ["data=text", "data.path=other.txt"],
         ["trainer.compile=blocks"],
         ["trainer.compile=model"],
+        ["size.num_layers=3"],
+        ["init_from=one"],
+        ["continue_from=one"],
         ["seed=1"],
     ]
-    names = [run_name(load_config(variant)) for variant in variants]
+    configs = [load_config(variant) for variant in variants]
+    names = [run_name(config) for config in configs]
     assert len(set(names)) == len(variants), names
+    assert len({repr(identity(config)) for config in configs}) == len(variants) - 1, "a text's place is a name alone"
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
 
 
