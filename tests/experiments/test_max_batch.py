@@ -45,6 +45,7 @@ def searched(truth, forecast, gib: float, max_probes: int) -> tuple[list[int], A
     [
         (line(27, 4.6), line(27, 4.6), 80, [11, 12]),
         (line(20.7, 0.7), line(20, 0.7), 78, [82, 81]),  # one sequence too high
+        (line(60, 9.9), line(0, 20), 80, [4, 3, 1, 2]),  # two too high: the one between 1 and 3 is tried
         (line(90, 1), line(90, 1), 80, [1]),  # not even one fits
         (line(10, 0.2), None, 80, [1, 7, 112, 350]),  # at most sixteen times what fitted, as peaks may mislead
         (line(0.01, 0.01), None, 80, [1, 16, 256, 4096]),
