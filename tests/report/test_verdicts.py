@@ -90,6 +90,7 @@ def test_the_interval_of_five_ratios_holds_the_truth_nine_times_in_ten():
     found = [estimate(values, ratios=True) for values in studies]
     held = sum(one.low <= 1.05 <= one.high for one in found if one.low is not None and one.high is not None)
     assert 0.87 < held / len(found) < 0.93
+    assert estimate([1, 2, 3, 4, 5], ratios=False).high == pytest.approx(3 + 2.1318 * (2.5 / 5) ** 0.5, rel=1e-4)
     inverse = estimate([1 / value for value in studies[0]], ratios=True)
     assert found[0].low is not None
     assert inverse.high == pytest.approx(1 / found[0].low), "neither loss is preferred"
@@ -165,6 +166,13 @@ def test_a_run_that_was_made_again_is_no_further_seed():
     again = [run("cce_kahan", gib=gib, run_name=f"again-{gib}") for gib in (4, 5, 6)]
     memory = verdict_on(judged([run("compiled"), *again]), MEMORY)
     assert (memory.value, memory.n, memory.low) == (0.5, 1, None)
+
+
+def test_a_run_is_compared_with_the_baseline_s_run_of_its_own_seed():
+    runs = [run("compiled", seed=seed, gib=8 * (seed + 1)) for seed in range(3)]
+    runs += [run("cce_kahan", seed=seed, gib=4 * (seed + 1)) for seed in range(1, 4)]
+    memory = verdict_on(judged(runs), MEMORY)
+    assert (memory.value, memory.low, memory.high, memory.n) == (0.5, 0.5, 0.5, 2)
 
 
 def test_a_search_answers_also_where_the_runs_tell_more_losses_apart():
