@@ -96,6 +96,7 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path, monkeypatch):
 
 def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path):
     (tmp_path / "step_00000009.partial/tensors").mkdir(parents=True)
+    (tmp_path / "step_00000009.partial" / checkpoint.STATE).write_text("{}")
     saved(tmp_path, 1, 2, 3, 4, keep=2)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000003", "step_00000004"]
     checkpoint.Checkpointer(tmp_path, keep=2).begin(4)
