@@ -179,3 +179,4 @@ def test_a_trace_names_the_loss_layers_passes(small):
     with gzip.open(trainer.directory.path / "trace.json.gz", "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"loss forward", "loss backward"} <= names
+    assert summary_of(trainer)["measured_steps"] == 2, "neither the warm-up nor the traced step"
