@@ -59,6 +59,8 @@ def test_samples_have_one_of_each_group_and_are_right_on_average(monkeypatch, mo
     spread = 5.5 * (max(filter_rule.COLUMN_GROUP, filter_rule.ROW_GROUP) - 1) ** 0.5 * 2.0**-7 / 150**0.5
     assert (weights_e - p_e[[0, -1]]).abs().max() < spread
     assert (weights_c - p_c).abs().max() < spread
+    assert weights_e.sum().item() == pytest.approx(p_e[[0, -1]].sum().item(), rel=0.03)
+    assert weights_c.sum().item() == pytest.approx(p_c.sum().item(), rel=0.03)
 
 
 def test_head_and_likely_entries_are_small_shares_of_the_vocabulary():
