@@ -107,3 +107,14 @@ def test_the_log_sum_exp_of_an_ignored_row_is_right_where_it_is_asked_for(dtype,
     want_grads = gradients(reference_linear_cross_entropy(e64, c64, targets)[0] + want.sum(), (e64, c64))
     for grad, wanted in zip(gradients(loss + lse.sum(), (e, c)), want_grads, strict=True):
         assert error(grad, wanted) < 1e-2
+
+
+@devices
+@DTYPES
+def test_a_target_whose_logit_another_equals_is_not_the_predicted_one(dtype, device):
+    e, c = torch.ones(3, 16, dtype=dtype, device=device), torch.ones(70, 16, dtype=dtype, device=device)
+    targets = torch.tensor([7, 40, IGNORE], device=device)
+    for size, accuracy in ((1.0, 0), (2.0, 0.5)):
+        c[7] = size
+        _, metrics = linear_cross_entropy(e.requires_grad_(), c.clone().requires_grad_(), targets, return_metrics=True)
+        assert metrics["accuracy"].item() == accuracy
