@@ -20,7 +20,7 @@ LIBRARIES = [
 ]
 LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
-OURS += ["linrnn.commands.training", "benchmarks.loss", "benchmarks.parallel"]
+OURS += ["linrnn.commands", "benchmarks.loss", "benchmarks.parallel"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.report.write"]
 
 gc.disable()
