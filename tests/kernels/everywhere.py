@@ -1,11 +1,13 @@
-"""Tests that run on CPU tensors, blockwise and by the kernels in Triton's interpreter, and on a GPU."""
+"""Tests that run on CPU tensors, blockwise and by the kernels in Triton's interpreter, and on a GPU; and ranks."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import spawn, start
 
 try:
     import triton
@@ -51,6 +53,27 @@ def devices_with(
         for value in of_place[place]
     ]
     return pytest.mark.parametrize(("device", name), cases)
+
+
+def run_ranks(
+    rank: Callable[..., None], arguments: Sequence[tuple], device: str = "cpu", seconds: float = 200
+) -> list[int | None]:
+    """Call a function in a process for each tuple of arguments. On another device than "cpu" processes are new.
+
+    Returns:
+        the exit codes; None for a process that has not ended within so many seconds.
+    """
+    if device == "cuda" and torch.cuda.device_count() < len(arguments):
+        pytest.skip(f"needs {len(arguments)} GPUs")
+    begin = start if device == "cpu" else spawn  # CUDA does not survive a fork
+    processes = [begin(rank, *of_rank) for of_rank in arguments]
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 def _name(value: Any) -> str:

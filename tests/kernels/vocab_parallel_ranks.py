@@ -1,20 +1,10 @@
-"""Ranks that compute the loss with the vocabulary spread over them: one process each, all cases in one run.
-
-`python vocab_parallel_ranks.py FOLDER DEVICE {"RANKS": [CASE, …], …}` starts the ranks. A smaller group is the first
-ranks of a larger one. Each rank writes its results to FOLDER/of_RANKS.RANK. On CPUs the script forks the ranks after it
-has imported torch and Triton.
-"""
+"""Ranks that compute the loss with the vocabulary spread over them: one process each, all cases in one run."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -116,32 +106,6 @@ def cases(ranks: int) -> list[Spread]:
     return found
 
 
-def start(
-    spreads: dict[int, list[Spread]], device: str = "cpu", **environment: str
-) -> dict[int, list[dict[str, Any]]]:  # fmt: skip
-    """By the number of ranks: every rank's results and gradients for these of `cases(ranks)`, in new processes."""
-    names = {ranks: [str(spread) for spread in of_ranks] for ranks, of_ranks in spreads.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            [sys.executable, __file__, folder, device, json.dumps(names)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # the ranks are killed with it
-        )
-        try:
-            printed = process.communicate(timeout=2 * PATIENCE)[0].decode()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
-        assert process.returncode == 0, printed[-5000:]
-        return {
-            ranks: [torch.load(f"{folder}/of_{ranks}.{rank}", weights_only=True) for rank in range(ranks)]
-            for ranks in names
-        }
-
-
 def compute(spread: Spread, rank: int, ranks: int, device: str) -> dict[str, Any]:
     """Results and gradients of one rank."""
     case = spread.case
@@ -211,32 +175,28 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def main(rank: int, folder: str, device: str, names: dict[int, list[str]]) -> None:
-    """All groups of a rank, one after another."""
+def main(rank: int, folder: str, device: str, ranks: int, names: list[str]) -> None:
+    """One rank: its results for these of `cases(ranks)`, in FOLDER/RANK."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    for ranks, of_ranks in names.items():
-        if rank >= ranks:
-            continue
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=dist.FileStore(f"{folder}/store_{ranks}", ranks), rank=rank,
-            world_size=ranks, timeout=timedelta(seconds=PATIENCE),
-        )  # fmt: skip
-        results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in of_ranks}
-        torch.save(results, f"{folder}/of_{ranks}.{rank}")
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank,
+        world_size=ranks, timeout=timedelta(seconds=PATIENCE),
+    )  # fmt: skip
+    results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
+    torch.save(results, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    folder, device, encoded = sys.argv[1:]
-    names = {int(ranks): of_ranks for ranks, of_ranks in json.loads(encoded).items()}
-    if any(spread.compiled for ranks in names for spread in cases(ranks) if str(spread) in names[ranks]):
+def fork_all(folder: str, ranks: int, names: list[str]) -> None:
+    """All ranks, on CPUs: forked from this process, which has imported torch and Triton."""
+    if any(spread.compiled for spread in cases(ranks) if str(spread) in names):
         # The compiler takes seconds to begin. No gradients here, because their threads do not survive a fork.
         import_module("torch._inductor.lowering")
         torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
-    context = multiprocessing.get_context("fork" if device == "cpu" else "spawn")  # CUDA does not survive a fork
-    processes = [context.Process(target=main, args=(rank, folder, device, names)) for rank in range(max(names))]
+    fork = multiprocessing.get_context("fork").Process
+    processes = [fork(target=main, args=(rank, folder, "cpu", ranks, names)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:

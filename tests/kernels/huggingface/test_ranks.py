@@ -4,16 +4,14 @@ import os
 import socket
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import cce_kernels
 import pytest
 import torch
 import torch.distributed as dist
-from forked import spawn
+from everywhere import run_ranks
 from patch_models import batch, build_hf
-from pool import Pool
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -92,7 +90,7 @@ def sharded(
     return [*found, evaluated.loss, evaluated.predictions if patched else evaluated.logits.argmax(-1)]
 
 
-def a_rank(rank: int, port: int, folder: str, device: str = "cpu") -> None:
+def a_rank(rank: int, port: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -121,40 +119,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Each rank's results, with the patch and without, by case."""
-    folder, pool = tmp_path_factory.mktemp("ranks"), Pool()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_losses_and_gradients_are_those_without_the_patch(device, tmp_path):
     port = free_port()
-    pool.run(a_rank, [(rank, port, str(folder)) for rank in range(RANKS)], seconds=100)
-    pool.close()
-    return [torch.load(Path(f"{folder}/found.{rank}")) for rank in range(RANKS)]
-
-
-def check(name: str, of_rank: dict[str, Any]) -> None:
-    assert name in of_rank, of_rank["error"]
-    got, want = of_rank[name]
-    assert len(got) == len(want) > 5
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [*TRAINERS, *FSDP2])
-def test_losses_and_gradients_are_those_without_the_patch(name, found):
-    for of_rank in found:
-        check(name, of_rank)
-
-
-@pytest.mark.gpu
-def test_losses_and_gradients_are_those_without_the_patch_on_two_gpus(tmp_path):
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs")
-    port = free_port()
-    ranks = [spawn(a_rank, rank, port, str(tmp_path), "cuda") for rank in range(RANKS)]
-    for process in ranks:
-        process.join(200)
-        process.kill()
+    run_ranks(a_rank, [(rank, port, str(tmp_path), device) for rank in range(RANKS)], device)
     for rank in range(RANKS):
-        of_rank = torch.load(tmp_path / f"found.{rank}", map_location="cpu")
-        for name in (*TRAINERS, *FSDP2):
-            check(name, of_rank)
+        found = torch.load(tmp_path / f"found.{rank}", map_location="cpu")
+        assert list(found) == [*TRAINERS, *FSDP2], found.get("error")
+        for name, (got, want) in found.items():
+            assert len(got) == len(want) > 5, name
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from typing import Any
 import cce_kernels
 import pytest
 import torch
-from forked import spawn
+from everywhere import run_ranks
 from patch_models import batch, build_hf
 from test_ranks import RANKS, free_port
 
@@ -65,13 +65,8 @@ def a_rank(rank: int, port: int, folder: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_losses_and_gradients_are_those_without_the_patch(device, tmp_path):
-    if device == "cuda" and torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} GPUs")
     port = free_port()
-    ranks = [spawn(a_rank, rank, port, str(tmp_path), device) for rank in range(RANKS)]
-    for process in ranks:
-        process.join(200)
-        process.kill()
+    run_ranks(a_rank, [(rank, port, str(tmp_path), device) for rank in range(RANKS)], device)
     for rank in range(RANKS):
         for got, want in torch.load(tmp_path / f"found.{rank}"):
             assert got == pytest.approx(want, rel=1e-4)

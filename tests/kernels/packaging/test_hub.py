@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import ROOT, start
+from everywhere import run_ranks
+from forked import ROOT
 from torch import Tensor, nn
 
 BUILD = ROOT / "kernels" / "hub" / "build.py"
@@ -82,9 +83,7 @@ def load_and_use(folder: str, printed: str) -> None:
 def test_a_kernel_from_a_local_repository(tmp_path):
     folder = runpy.run_path(str(BUILD))["build"](tmp_path / "cce-kernels")
     printed = tmp_path / "printed"
-    process = start(load_and_use, str(folder), str(printed))
-    process.join(100)
-    assert process.exitcode == 0, printed.read_text()[-3000:]
+    assert run_ranks(load_and_use, [(str(folder), str(printed))]) == [0], printed.read_text()[-3000:]
     assert printed.read_text().endswith("done\n")
 
 

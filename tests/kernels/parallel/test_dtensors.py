@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from cce_kernels import linear_cross_entropy, linear_log_probs
-from forked import spawn
-from pool import Pool
+from everywhere import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -292,7 +291,7 @@ FURTHER = {
 }  # fmt: skip
 
 
-def all_cases(rank: int, store: str, output: str, ranks: int = RANKS, device: str = "cpu") -> None:
+def all_cases(rank: int, store: str, output: str, ranks: int, device: str) -> None:
     """What one rank does: it writes a line for each case, and the error of a case that fails."""
     torch.set_num_threads(1)
     if device == "cuda":
@@ -309,32 +308,12 @@ def all_cases(rank: int, store: str, output: str, ranks: int = RANKS, device: st
                 raise  # the other ranks cannot go on
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What each rank writes."""
-    folder, pool = tmp_path_factory.mktemp("ranks"), Pool()
-    pool.run(all_cases, [(rank, str(folder / "store"), str(folder / "output")) for rank in range(RANKS)], seconds=100)
-    pool.close()
-    return [Path(f"{folder}/output.{rank}").read_text() for rank in range(RANKS)]
-
-
-@pytest.mark.parametrize("name", [*CASES, *FURTHER])
-def test_dtensors(name, outcome):
-    for rank, text in enumerate(outcome):
-        assert f"{name}: ok\n" in text, f"rank {rank}: {text[-3000:]}"
-
-
-@pytest.mark.gpu
-def test_dtensors_on_two_gpus(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    arguments = [(rank, str(tmp_path / "store"), str(tmp_path / "output"), 2, "cuda") for rank in range(2)]
-    ranks = [spawn(all_cases, *of_rank) for of_rank in arguments]
-    for process in ranks:
-        process.join(200)
-        process.kill()
-    for rank in range(2):
-        text = Path(f"{tmp_path}/output.{rank}").read_text()
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", RANKS), pytest.param("cuda", 2, marks=pytest.mark.gpu)])
+def test_dtensors(device, ranks, tmp_path):
+    files = str(tmp_path / "store"), str(tmp_path / "output")
+    run_ranks(all_cases, [(rank, *files, ranks, device) for rank in range(ranks)], device)
+    for rank in range(ranks):
+        text = Path(f"{files[1]}.{rank}").read_text()
         assert all(f"{name}: ok\n" in text for name in (*CASES, *FURTHER)), f"rank {rank}: {text[-3000:]}"
 
 

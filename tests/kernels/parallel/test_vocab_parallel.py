@@ -1,6 +1,7 @@
 """With the vocabulary spread over ranks, losses and gradients equal those of one device."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from cce_kernels import (
     vocabulary_shards,
 )
 from cce_kernels.options import Place
-from pool import Pool
+from everywhere import run_ranks
 from torch import distributed as dist
-from vocab_parallel_ranks import Spread, cases, main, start
+from vocab_parallel_ranks import PATIENCE, Spread, cases, fork_all, main
 
+INTERPRETS = "TRITON_INTERPRET"
 SPREADS = [spread for spread in cases(3) if not spread.unequal]
 ON_GPUS = (
     "plain-bfloat16-own", "everything-bfloat16-own", "uneven-bf16-same", "stored-bf16-same", "stored-bf16-own",
@@ -27,53 +29,61 @@ ON_GPUS = (
 INTERPRETED = (*ON_GPUS, "if_faster-fp32-same")
 
 
+def results(folder: Path, spreads: list[Spread], ranks: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """Every rank's results and gradients for these of `cases(ranks)`."""
+    names = [str(spread) for spread in spreads]
+    if INTERPRETS in os.environ:  # a new process alone reads it
+        codes = run_ranks(fork_all, [(str(folder), ranks, names)], "new", PATIENCE)
+    else:
+        codes = run_ranks(main, [(rank, str(folder), device, ranks, names) for rank in range(ranks)], device, PATIENCE)
+    assert codes == [0] * len(codes)
+    return [torch.load(folder / str(rank), weights_only=True) for rank in range(ranks)]
+
+
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, pool, names = tmp_path_factory.mktemp("ranks"), Pool(), {3: [str(spread) for spread in SPREADS]}
-    codes = pool.run(main, [(rank, str(folder), "cpu", names) for rank in range(3)], seconds=300)
-    pool.close()
-    assert codes == [0] * 3
-    return [torch.load(folder / f"of_3.{rank}", weights_only=True) for rank in range(3)]
+    return results(tmp_path_factory.mktemp("ranks"), SPREADS, 3)
 
 
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_losses_and_gradients_are_those_of_one_device(spread, computed):
-    check(spread, [results[str(spread)] for results in computed])
+    check(spread, [of_rank[str(spread)] for of_rank in computed])
 
 
-not_within = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="starts the interpreter in the ranks")
+not_within = pytest.mark.skipif(os.environ.get(INTERPRETS) == "1", reason="starts the interpreter in the ranks")
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[dict[str, Any]]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("triton")
     spreads = [spread for spread in cases(2) if str(spread) in INTERPRETED or spread.unequal]
     assert len(spreads) == len(INTERPRETED) + 1
-    return start({2: spreads}, TRITON_INTERPRET="1")[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(INTERPRETS, "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return results(tmp_path_factory.mktemp("interpreted"), spreads, 2)
 
 
 @not_within
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_the_triton_kernels_spread_over_ranks_agree_with_one_device(name, interpreted):
     [spread] = [spread for spread in cases(2) if str(spread) == name]
-    check(spread, [results[name] for results in interpreted])
+    check(spread, [of_rank[name] for of_rank in interpreted])
 
 
 @not_within
 def test_gradients_of_sums_that_differ_over_ranks_are_refused(interpreted):
-    for results in interpreted:
-        assert "the gradients of the ranks' losses differ" in results["unequal-bf16-own"]["refused"]
+    for of_rank in interpreted:
+        assert "the gradients of the ranks' losses differ" in of_rank["unequal-bf16-own"]["refused"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_ranks", [2, 4])
-def test_on_gpus_losses_and_gradients_are_those_of_one_device(n_ranks):
-    if torch.cuda.device_count() < n_ranks:
-        pytest.skip(f"needs {n_ranks} GPUs")
+def test_on_gpus_losses_and_gradients_are_those_of_one_device(n_ranks, tmp_path):
     spreads = [spread for spread in cases(n_ranks) if str(spread) in ON_GPUS]
-    got = start({n_ranks: spreads}, device="cuda")[n_ranks]
+    got = results(tmp_path, spreads, n_ranks, "cuda")
     for spread in spreads:
-        check(spread, [results[str(spread)] for results in got])
+        check(spread, [of_rank[str(spread)] for of_rank in got])
 
 
 def check(spread: Spread, ranks: list[dict[str, torch.Tensor]], floor: float = 1e-6) -> None:
