@@ -9,7 +9,7 @@ import datetime
 import gc
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,10 +134,9 @@ class Record:
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    """Add lines. The file is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    write_text(path, before + "".join(json.dumps(record) + "\n" for record in records))
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _read(path: Path, make: Callable[[dict[str, Any]], AnyRow]) -> list[AnyRow]:
@@ -145,7 +144,7 @@ def _read(path: Path, make: Callable[[dict[str, Any]], AnyRow]) -> list[AnyRow]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [make(json.loads(line)) for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path} has a line that is none of this benchmark's ({error})", "mend the line, or move the file away"
         ) from error
@@ -161,10 +160,14 @@ def last_rows(
 ) -> list[AnyRow]:
     """The last row of a file for every key, in the order of the first ones.
 
+    Fields that `row_type` does not have are left out: committed rows hold more than is measured today.
+
     Raises:
         DataError: nothing was measured, or the file is damaged.
     """
-    rows = _read(directory / name, lambda row: row_type(**row))
+    known = {field.name for field in fields(row_type)}  # type: ignore[arg-type]
+    make = lambda row: row_type(**{name: value for name, value in row.items() if name in known})  # noqa: E731
+    rows = _read(directory / name, make)
     if not rows:
         raise DataError(f"no rows under {directory}", "measure them first: measure=true")
     return list({key(row): row for row in rows}.values())

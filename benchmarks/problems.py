@@ -7,10 +7,9 @@ CPU has no memory figures.
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ HALF_IGNORED = "half_ignored"
 KINDS = ("flat", "peaked", HALF_IGNORED)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK_ELEMENTS = 2**26  # logits at a time
-_PRODUCT_ROWS = 4096  # rows of the hidden states in one cuBLAS call of :func:`one_product`
 _ALIGNED = 64  # tokens of the vocabulary
 
 
@@ -111,7 +109,6 @@ def make_problem(
     device: torch.device,
     seed: int,
     gradient_dtype: torch.dtype | None = None,
-    batch: int = 0,
 ) -> Problem:
     """Random tensors whose labels follow Zipf's law over a vocabulary in random order.
 
@@ -121,7 +118,7 @@ def make_problem(
     2.4 to 3.5 nats. Of a row, 100 to 220 entries exceed 2^-12, as in small trained models. `half_ignored` is `peaked`
     with about half of its labels ignored, as in fine-tuning on answers alone.
 
-    Values are rounded to `dtype`. The leaves have `gradient_dtype` (default: `dtype`). Batches share the weight.
+    Values are rounded to `dtype`. The leaves have `gradient_dtype` (default: `dtype`).
     """
     random = torch.Generator(device).manual_seed(seed)
     order = torch.randperm(shape.v, generator=random, device=device)
@@ -132,19 +129,13 @@ def make_problem(
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=random, device=device)
 
-    def tokens() -> tuple[Tensor, Tensor]:
-        places = below_V[-1] * torch.rand(shape.n, generator=random, device=device, dtype=torch.float64)
-        return torch.searchsorted(below_V, places, right=True), normal(shape.n, shape.d)
-
-    labels, hidden = tokens()
+    places = below_V[-1] * torch.rand(shape.n, generator=random, device=device, dtype=torch.float64)
+    labels, hidden = torch.searchsorted(below_V, places, right=True), normal(shape.n, shape.d)
     weight = normal(shape.v, shape.d)
-    common_D = None if kind == "flat" else F.normalize(normal(shape.d), dim=0)
-    if batch:
-        random.manual_seed(seed + (batch << 32))
-        labels, hidden = tokens()
-    if common_D is None:
+    if kind == "flat":
         weight *= 0.02
     else:
+        common_D = F.normalize(normal(shape.d), dim=0)
         weight /= shape.d**0.5
         rows = F.normalize(weight - torch.outer(weight @ common_D, common_D), dim=1)
         weight += torch.outer(0.5 * (p_V.log() - p_V.log().mean()), common_D)
@@ -294,20 +285,6 @@ def step(loss: LossBackend, problem: Problem) -> torch.Tensor:
     return mean_nats.detach()
 
 
-def one_product(problem: Problem) -> Callable[[], None]:
-    """The unit of a forward pass: cuBLAS's product N x D x V (logits), in blocks of 4096 rows into a fixed buffer."""
-    dtype = problem.compute_dtype
-    weight_VD = problem.weight_VD.detach().to(dtype)
-    blocks = problem.hidden_ND.detach().to(dtype).split(_PRODUCT_ROWS)
-    logits = blocks[0].new_empty(len(blocks[0]), len(weight_VD))
-
-    def run() -> None:
-        for hidden in blocks:
-            torch.mm(hidden, weight_VD.T, out=logits[: len(hidden)])
-
-    return run
-
-
 def three_products(problem: Problem) -> Callable[[], None]:
     """The floor: cuBLAS's three products of a loss that stores N x V, into fixed buffers, and nothing between them.
 
@@ -331,35 +308,17 @@ def three_products(problem: Problem) -> Callable[[], None]:
 # ------------------------------------------------------------------------------------------------------ measuring
 def time_ms(action: Callable[[], object], device: torch.device) -> float:
     """How long `action` takes. The device is idle before and after."""
-    return _times_ms([action], device)[0]
-
-
-def time_step_ms(loss: LossBackend, problem: Problem) -> tuple[float, float]:
-    """How long :func:`step` takes, and its backward pass alone. The device is idle before and after."""
-    outputs: list[torch.Tensor] = []
-    problem.clear_gradients()
-    actions = [lambda: outputs.append(forward(loss, problem)), lambda: outputs[0].backward()]
-    forward_ms, backward_ms = _times_ms(actions, problem.device)
-    return forward_ms + backward_ms, backward_ms
-
-
-def _times_ms(actions: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """How long each of `actions` takes, one right after another."""
-    on_gpu = device.type == "cuda"
-    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range((len(actions) + 1) * on_gpu)]
     synchronize(device)
-    clock = [time.perf_counter()]
-    for event in events[:1]:
-        event.record()
-    for number, action in enumerate(actions, start=1):
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         action()
-        clock.append(time.perf_counter())
-        for event in events[number : number + 1]:
-            event.record()
-    synchronize(device)
-    if on_gpu:
-        return [first.elapsed_time(last) for first, last in pairwise(events)]
-    return [1e3 * (last - first) for first, last in pairwise(clock)]
+        last.record()
+        synchronize(device)
+        return first.elapsed_time(last)
+    begin = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:

@@ -66,7 +66,7 @@ def told(loss: str) -> str:
 @measure
 def loss_layer(folder: str, where: Where, field: str, of: str | None = None) -> Measured:
     """A field of the rows of benchmarks/loss.py; `of`: divided by that backend's on the same problem."""
-    rows = json.loads((RESULTS / folder / "rows.json").read_text())
+    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
 
     def problem(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))

@@ -122,7 +122,7 @@ class FilterSpeed:
 
 def filter_speeds(directory: Path) -> Iterator[FilterSpeed]:
     """A verdict for every row of a GPU's grid that the filter filters, by N, D and V."""
-    rows = [row for row in loss_rows.read_rows(directory / "rows.json") if row.set == "grid"]
+    rows = [row for row in loss_rows.read_rows(directory) if row.set == "grid"]
     bases = {row.problem: row for row in rows if row.backend == BASELINES[0]}
     for row in sorted(rows, key=lambda row: (row.n, row.d, row.v, row.logits)):
         if row.backend == FILTER and (row.de_err_ratio or 0) > FILTERED:

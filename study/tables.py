@@ -1,6 +1,7 @@
 """The tables of README, the study and its appendices, from committed rows."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -381,7 +382,7 @@ def shapes() -> Rows:
     for size in sorted({key[:3] for key in grid}):
         base = grid[(*size, BASELINE, None)]
         times = (_time(grid.get((*size, *kind))) for kind in kinds)
-        yield _shape(size), f"{base['forward_backward_ms']:.2f}, {base['extra_mib']:,.0f}", *times
+        yield _shape(size), f"{base.forward_backward_ms:.2f}, {base.extra_mib:,.0f}", *times
 
 
 @table(
@@ -393,7 +394,7 @@ def output_layer() -> Rows:
     kinds = ((BASELINE, None), (EXACT, None), (EXACT, 256), ("cce_filter", None))
     for model, shape in FOLDERS["output_layer"].items():
         own = (grid[(*shape, *kind)] for kind in kinds)
-        yield model, _shape(shape), *(f"{row['ratio_to_compiled'] or 1:.2f}, {row['extra_mib']:,.0f}" for row in own)
+        yield model, _shape(shape), *(f"{row.ratio_to_compiled or 1:.2f}, {row.extra_mib:,.0f}" for row in own)
 
 
 @table("N x D x V", "QuACK's time / `cce_kahan`'s", "MiB: QuACK", "`cce_kahan`", "QuACK's chunks", words=("N x D x V",))
@@ -402,16 +403,16 @@ def quack() -> Rows:
     grid = layer_rows("rivals_grid")
     for size in sorted({key[:3] for key in grid}):
         others = [row for key, row in grid.items() if key[:3] == size and key[3].startswith("quack")]
-        best = min(others, key=lambda row: row["forward_backward_ms"])
-        ours, chunks = grid[(*size, EXACT, None)], best["backend"].partition("/")[2] or "default"
-        ratio = median(one / own for one, own in zip(best["rounds_ms"], ours["rounds_ms"], strict=True))
-        yield _shape(size), f"{ratio:.2f}", f"{best['extra_mib']:,.0f}", f"{ours['extra_mib']:,.0f}", chunks
+        best = min(others, key=lambda row: row.forward_backward_ms or math.inf)
+        ours, chunks = grid[(*size, EXACT, None)], best.backend.partition("/")[2] or "default"
+        mib = f"{best.extra_mib:,.0f}", f"{ours.extra_mib:,.0f}"
+        yield _shape(size), f"{beside_ours(best, ours):.2f}", *mib, chunks
 
 
 @table("N x D x V", *LIBRARIES, "MiB: ours", "QuACK")
 def libraries() -> Rows:
     """The fastest loss of each library in units of our time, and the memory of ours and of QuACK's."""
-    rows = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["libraries"] / "rows.json")
+    rows = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["libraries"])
     for own in fastest_of_libraries([row for row in rows if row.set == "every_rival"]).values():
         ours, quack = own["ours"], own.get("QuACK")
         times = (f"{beside_ours(own[name], ours):.2f}" if name in own else "refused" for name in LIBRARIES)
@@ -419,25 +420,22 @@ def libraries() -> Rows:
         yield _shape((ours.n, ours.d, ours.v)), *times, f"{ours.extra_mib:,.0f}", mib
 
 
-def layer_rows(of_set: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+def layer_rows(of_set: str) -> dict[tuple[Any, ...], loss_rows.Row]:
     """Rows of benchmarks/loss.py with trained-like logits by N, D, V, backend and workspace."""
-    rows = json.loads((RESULTS / "bench_loss" / FOLDERS["device"] / "rows.json").read_text())
-    keys, wanted = ("n", "d", "v", "backend", "workspace_mib"), (of_set, "peaked", "ok")
-    return {
-        tuple(row[key] for key in keys): row for row in rows if (row["set"], row["logits"], row["status"]) == wanted
-    }
+    rows, wanted = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["device"]), (of_set, "peaked", "ok")
+    own = (row for row in rows if (row.set, row.logits, row.status) == wanted)
+    return {(row.n, row.d, row.v, row.backend, row.workspace_mib): row for row in own}
 
 
 def _shape(size: tuple[Any, ...]) -> str:
     return " x ".join(f"{part:,}" for part in size)
 
 
-def _time(row: dict[str, Any] | None) -> str:
-    if row is None or row["ratio_to_compiled"] is None:
+def _time(row: loss_rows.Row | None) -> str:
+    if row is None:
         return "-"
-    memory = "" if row["extra_mib"] is None else f", {row['extra_mib']:,.0f}"
-    ratio, low, high = (row[f"ratio_to_compiled{end}"] for end in ("", "_low", "_high"))
-    return between(ratio, low, high, ".2f") + memory
+    memory = "" if row.extra_mib is None else f", {row.extra_mib:,.0f}"
+    return between(row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high, ".2f") + memory
 
 
 # ---------------------------------------------------------------------------------------------------------- provenance

@@ -1,5 +1,6 @@
 """What a benchmark's row says of a loss that failed, and that its files stay whole."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,18 @@ def test_a_failure_has_one_status_in_all_benchmarks(error, status):
     assert "\n" not in row.reason
 
 
-@pytest.mark.parametrize("line", ['{"name": "a", "valu', "3"])
+@dataclass
+class Row:
+    name: str
+
+
+@pytest.mark.parametrize("line", ['{"name": "a", "valu', "3", '{"shape": "a"}'])
 def test_a_damaged_line_is_refused(line, tmp_path):
     (tmp_path / "rows.jsonl").write_text(line)
     with pytest.raises(DataError, match="has a line that is none"):
-        last_rows(tmp_path, SimpleNamespace, str)
+        last_rows(tmp_path, Row, str)
+
+
+def test_fields_that_are_measured_no_more_are_left_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"name": "a", "watts": 3}\n')
+    assert last_rows(tmp_path, Row, str) == [Row("a")]

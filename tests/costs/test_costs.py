@@ -278,8 +278,7 @@ def test_our_losses_take_the_memory_that_is_foreseen_on_every_shape_of_the_grid(
     """Also where inputs are copied, because D is no multiple of 64."""
     rows = [
         row
-        for path in (RESULTS / "bench_loss" / gpu).glob("*.json")
-        for row in read_rows(path)
+        for row in read_rows(RESULTS / "bench_loss" / gpu)
         if row.set == "grid" and row.backend in ("cce_kahan", "cce_filter")
     ]
     assert len(rows) == 25 * 2 * 3, "shapes, kinds of logits, losses"
