@@ -71,7 +71,7 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
         rounding: dict[str, list[float]] = {}
         for number in range(BATCHES):
             whole = batches[number]
-            batch = Batch(whole.input_ids[:sequences], whole.labels[:sequences], None, 0, None)
+            batch = Batch(whole.input_ids[:sequences], whole.labels[:sequences], None, 0)
             g = gradient(exact, batch)
             draws = DRAWS if number < SAMPLED else 0
             orders = [torch.randperm(batch.labels.numel(), generator=generator).to(device) for _ in range(draws)]

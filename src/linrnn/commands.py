@@ -205,7 +205,7 @@ def _evaluate_loss(config: EvaluateConfig) -> dict[str, Any]:
                 batch_size=trainer.batch_size,
                 max_tokens=config.max_tokens,
                 reset_at_document=here.data.reset_at_document,
-                token_bytes=data.token_bytes(shards, print),
+                tokenizer=data.tokenizer,
             ),
             precision=plan.precision,
             device=plan.device,

@@ -14,7 +14,8 @@ its share most. Each source has its own epochs, so a small one begins again whil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain, groupby
 from math import lcm
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 from linrnn.core.errors import DataError
 from linrnn.data.shards import ShardSet
-from linrnn.data.tokenizer import TokenBytes
+from linrnn.data.tokenizer import Tokenizer
 
 IGNORED = -100
 
@@ -38,14 +39,12 @@ class Batch:
         cu_seqlens: int32 (sequences + 1,), boundaries in the flattened inputs from 0 to B·T. State and attention start
             anew at each: every row and every document. None if state and attention cross document ends.
         n_tokens: number of labels that are not -100.
-        n_bytes: UTF-8 bytes of text that these labels stand for; None if not requested or not known.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor | None
     n_tokens: int
-    n_bytes: int | None = None
 
 
 class BatchLoader:
@@ -199,7 +198,6 @@ def make_batch(
     *,
     reset_at_document: bool,
     stop: np.ndarray | None = None,
-    token_bytes: TokenBytes | None = None,
 ) -> Batch:
     """The batch of the blocks that begin at tokens `starts`.
 
@@ -207,7 +205,6 @@ def make_batch(
         starts: (B,) first input token of each row. A row that begins at or beyond `stop` - 1 predicts nothing.
         stop: (B,) end of the tokens that a row may use (exclusive); None: of all. What lies beyond is padded with 0 and
             has label -100.
-        token_bytes: the bytes of each token; give it to count the labels' bytes.
     """
     n_rows = len(starts)
     tokens = np.zeros((n_rows, seq_len + 1), np.int64)
@@ -217,23 +214,15 @@ def make_batch(
             shards.read_into(start, row[:length])
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     labels = np.where(np.arange(1, seq_len + 1) < lengths[:, None], labels, IGNORED)
-    cu_seqlens, n_bytes = None, None
-    if reset_at_document or token_bytes is not None:
-        rows, ends = _document_ends(shards.document_ends, starts, starts + lengths)
+    cu_seqlens = None
     if reset_at_document:
+        rows, ends = _document_ends(shards.document_ends, starts, starts + lengths)
         labels[rows, ends - 1] = IGNORED  # the label here is the next document's first token
         boundaries = np.concatenate([np.arange(n_rows + 1) * seq_len, rows * seq_len + ends])
         cu_seqlens = torch.from_numpy(np.unique(boundaries).astype(np.int32))
         inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
-    if token_bytes is not None:
-        n_bytes = token_bytes.count(labels[labels != IGNORED], 0 if reset_at_document else len(rows))
-    return Batch(
-        torch.from_numpy(np.ascontiguousarray(inputs)),
-        torch.from_numpy(labels),
-        cu_seqlens,
-        int(np.count_nonzero(labels != IGNORED)),
-        n_bytes,
-    )
+    n_tokens = int(np.count_nonzero(labels != IGNORED))
+    return Batch(torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(labels), cu_seqlens, n_tokens)
 
 
 def _document_ends(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -253,7 +242,7 @@ class BatchesOnce(Sequence[Batch]):
 
     Args:
         max_tokens: upper bound on the number of labels, of which each source has its share; None for all.
-        token_bytes: the bytes of each token; give it to count the labels' bytes.
+        tokenizer: of the text; None for generated tokens.
     """
 
     def __init__(
@@ -264,7 +253,7 @@ class BatchesOnce(Sequence[Batch]):
         max_tokens: int | None = None,
         *,
         reset_at_document: bool = False,
-        token_bytes: TokenBytes | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         total = sum(part.weight for part in shards.parts)
         starts, stops = [], []  # of all rows
@@ -276,10 +265,17 @@ class BatchesOnce(Sequence[Batch]):
         padding = (0, -sum(map(len, starts)) % batch_size)
         self._starts = np.pad(np.concatenate(starts), padding, constant_values=shards.n_tokens)
         self._stops = np.pad(np.concatenate(stops), padding)
-        self._batch_size = batch_size
-        self._batch = partial(
-            make_batch, shards, seq_len=seq_len, reset_at_document=reset_at_document, token_bytes=token_bytes
-        )
+        self._batch_size, self._tokenizer = batch_size, tokenizer
+        self._batch = partial(make_batch, shards, seq_len=seq_len, reset_at_document=reset_at_document)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text to which the tokenizer decodes all labels; 0 for generated tokens."""
+        if (tokenizer := self._tokenizer) is None:
+            return 0
+        labels = chain.from_iterable(batch.labels.flatten().tolist() for batch in self)
+        documents = groupby(labels, lambda label: label not in (IGNORED, tokenizer.eos_id))
+        return sum(len(tokenizer.decode(list(ids)).encode()) for is_text, ids in documents if is_text)
 
     def __len__(self) -> int:
         return len(self._starts) // self._batch_size

@@ -42,7 +42,7 @@ from linrnn.data.shards import (
     write_meta,
 )
 from linrnn.data.sources import Source, make_source
-from linrnn.data.tokenizer import TokenBytes, Tokenizer, load_tokenizer, train_tokenizer
+from linrnn.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 BATCH_CHARACTERS = 4 << 20  # characters that are tokenised together
 BATCH_DOCUMENTS = 8192
@@ -90,21 +90,6 @@ class PreparedData:
         """
         self.train.verify()
         self.valid.verify()
-
-    def token_bytes(self, shards: ShardSet, say: Say) -> TokenBytes | None:
-        """The bytes of each token, to count the bytes of the labels in `shards`.
-
-        None for generated data, or if the count would differ from the text's bytes. `say` is then told why.
-        """
-        if self.tokenizer is None:
-            return None
-        token_bytes = self.tokenizer.token_bytes()
-        why: str | None = "its tokens stand for no bytes"
-        if token_bytes is not None and (why := shards.misspelt(token_bytes)) is None:
-            return token_bytes
-        say(f"no bits per byte with tokenizer {self.tokenizer.name}: {why}")
-        say("  -> data.tokenizer=… of byte-level BPE without a normalizer keeps every byte; null trains one")
-        return None
 
 
 def prepare(config: DataConfig, say: Say = to_stderr) -> PreparedData:

@@ -27,12 +27,10 @@ import numpy as np
 from linrnn.core.checksums import sha256, sha256_of_all
 from linrnn.core.errors import DataError, StorageError
 from linrnn.core.files import read_object, write_text
-from linrnn.data.tokenizer import TokenBytes
 
 FORMAT_VERSION = 1
 META = "meta.json"
 SPLITS = ("train", "valid")
-COUNTED_TOKENS = 1 << 22  # tokens whose bytes are added up at once
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -199,16 +197,6 @@ class ShardSet:
         for (path, written), here in zip(recorded.items(), sha256_of_all(recorded), strict=True):
             if here != written:
                 raise _broken(path, "differs from its sha256 in meta.json")
-
-    def misspelt(self, token_bytes: TokenBytes) -> str | None:
-        """The difference in words, if the tokens of a source stand for more or fewer bytes than its text has."""
-        for part, tokens in zip(self.parts, self._tokens, strict=True):
-            pieces = (tokens[first : first + COUNTED_TOKENS] for first in range(0, len(tokens), COUNTED_TOKENS))
-            spelt = sum(token_bytes.count(piece, 0) for piece in pieces)
-            spelt -= part.entry["documents"] * token_bytes.put_first
-            if spelt != part.entry["bytes"]:
-                return f"the tokens of {part.path.name} stand for {spelt:,} bytes, its text has {part.entry['bytes']:,}"
-        return None
 
 
 def _broken(path: Path, what: str) -> DataError:

@@ -10,14 +10,11 @@ says.
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -27,24 +24,6 @@ from linrnn.data.readers import DAMAGE, DECOMPRESSORS, read_pieces
 FILE = "tokenizer.json"
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|endofdocument|>", "<eos>", "[EOS]")
-SPACE = "▁"  # SentencePiece's symbol for a space
-
-
-@dataclass(frozen=True)
-class TokenBytes:
-    """The number of UTF-8 bytes of text that each token stands for.
-
-    Attributes:
-        of_ids: (vocab_size,) int64, bytes of each id. 0 for the end token, other special tokens and unused ids.
-        put_first: bytes that the tokenizer adds before every text. A text's first token stands for that many less.
-    """
-
-    of_ids: np.ndarray
-    put_first: int
-
-    def count(self, ids: np.ndarray, n_texts: int) -> int:
-        """Bytes that `ids` stand for, if `n_texts` of the ids are the first of a text."""
-        return int(self.of_ids[ids].sum()) - n_texts * self.put_first
 
 
 class Tokenizer:
@@ -115,30 +94,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def token_bytes(self) -> TokenBytes | None:
-        """The bytes of each token, or None if the tokenizer is neither byte-level nor has byte fallback.
-
-        The counts hold only if decoding gives back the text as it was. A tokenizer with a normalizer changes the text.
-        """
-        decoder = json.loads(self.json).get("decoder") or {"type": None}
-        decoders = {decoder["type"], *(part["type"] for part in decoder.get("decoders", ()))}
-        if decoders.isdisjoint(("ByteLevel", "ByteFallback")):
-            return None
-        of_ids = np.zeros(self.vocab_size, np.int64)
-        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            if "ByteLevel" in decoders:  # each character stands for one byte
-                of_ids[token_id] = len(token)
-            elif re.fullmatch("<0x[0-9A-F]{2}>", token):
-                of_ids[token_id] = 1
-            else:
-                of_ids[token_id] = len(token.replace(SPACE, " ").encode())
-        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
-            of_ids[token_id] = 0 if added.special else len(added.content.encode())
-        if self.eos_id is not None:
-            of_ids[self.eos_id] = 0
-        return TokenBytes(of_ids, int(of_ids[self.encode("a")].sum()) - 1)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def files(self) -> dict[str, str]:
         """Names and contents of the files from which :func:`load_tokenizer` and transformers' AutoTokenizer load it."""

@@ -1,13 +1,13 @@
 """Validation: one deterministic pass over held-out tokens. Results: nats per token, perplexity and bits per byte."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from linrnn.core.errors import DataError, DivergedError
-from linrnn.data import Batch
+from linrnn.data import Batch, BatchesOnce
 from linrnn.distributed import Ranks
 from linrnn.losses import IGNORE_INDEX, LossBackend
 from linrnn.models import LanguageModel, tuning
@@ -17,7 +17,7 @@ from linrnn.runs.metrics import bits_per_byte, perplexity
 
 @dataclass
 class Evaluation:
-    """Result of :func:`evaluate`. `bits_per_byte` is None if the bytes of the labels' text are not known."""
+    """Result of :func:`evaluate`. `bits_per_byte` is None if the labels stand for no text."""
 
     loss_nats: float
     perplexity: float
@@ -57,7 +57,7 @@ class Evaluation:
 def evaluate(
     model: LanguageModel,
     loss: LossBackend,
-    batches: Sequence[Batch],
+    batches: BatchesOnce,
     *,
     precision: str,
     device: torch.device,
@@ -67,7 +67,7 @@ def evaluate(
     """Mean loss over every label of `batches` (each counts once), in evaluation mode.
 
     Args:
-        batches: the same batches on all ranks. Bits per byte use their `n_bytes`.
+        batches: the same batches on all ranks.
         ranks: share the batches; each rank gets the same result.
         before_batch: called before every batch, equally often on all ranks. If it raises, the pass ends.
 
@@ -77,7 +77,7 @@ def evaluate(
     ranks = ranks or Ranks()
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    done = n_tokens = n_bytes = 0
+    done = n_tokens = 0
     n_batches = math.ceil(len(batches) / ranks.world_size)
     with tuning.during(lambda: f"evaluated {done:,} of {n_batches:,} batches"):
         for batch in ranks.share(batches, _without_labels):
@@ -85,9 +85,8 @@ def evaluate(
             output = loss(*loss_inputs(model, batch, precision, device))
             total += output.sum_nats.double()
             n_tokens += batch.n_tokens
-            n_bytes += batch.n_bytes or 0
             done += 1
-        sum_nats, n_labels, sum_bytes = ranks.total(float(total), n_tokens, n_bytes)
+        sum_nats, n_labels = ranks.total(float(total), n_tokens)
     model.train()
     if not n_labels:
         raise DataError("the text to evaluate on has no token to predict", "give more text, or longer documents")
@@ -95,10 +94,10 @@ def evaluate(
     return Evaluation(
         loss_nats=nats,
         perplexity=perplexity(nats),
-        bits_per_byte=bits_per_byte(sum_nats, sum_bytes) if sum_bytes else None,
+        bits_per_byte=bits_per_byte(sum_nats, batches.n_bytes) if batches.n_bytes else None,
         n_tokens=int(n_labels),
     )
 
 
 def _without_labels(batch: Batch) -> Batch:
-    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0, n_bytes=None)
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE_INDEX), n_tokens=0)

@@ -156,8 +156,8 @@ class Trainer:
         self.log.begin(closing, self.step, self.continues, self._config_yaml)
         self.checkpointer.begin(self.step)
         self.log.announce(where_it_begins, *self._notes, room)
-        most, token_bytes = trainer.valid_tokens, self.data.token_bytes(self.data.valid, self.log.line)
-        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=most, token_bytes=token_bytes, **self._shape)
+        most, tokenizer = trainer.valid_tokens, self.data.tokenizer
+        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=most, tokenizer=tokenizer, **self._shape)
         self.ranks.shield(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
 
