@@ -22,8 +22,7 @@ rematerialization" (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). 
 Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commit 01c01c88
 (`get_nparams_and_active_nparams`, `quadratic_attention_flops_per_token`, `delta_rule_flops_per_token`).
 
-:func:`kernel_flops` counts what the kernels really compute, on which a step's time depends. It is more: kernels work in
-chunks, and some results are computed twice.
+:func:`kernel_flops` adds what is computed again to save memory, on which a step's time depends.
 """
 
 from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
@@ -32,7 +31,6 @@ from linrnn.losses.base import BF16
 from linrnn.losses.cce import over_shards
 from linrnn.losses.registry import find_loss
 from linrnn.models.architecture import Architecture
-from linrnn.models.facts import facts_of
 
 BACKWARD = 2  # products of the backward pass for each product of the forward pass
 LEAST_PRODUCTS = 3  # of an output layer that computes its logits once: the logits, and the gradients of both factors
@@ -132,10 +130,11 @@ def kernel_flops(
     optimizer: OptimizerConfig | None = None,
     vocabulary_ranks: int = 1,
 ) -> dict[str, int] | None:
-    """FLOPs that the kernels compute in a step over `n_sequences` (all micro-steps) of `seq_len` tokens, by component.
+    """FLOPs that are computed in a step over `n_sequences` (all micro-steps) of `seq_len` tokens, by component.
 
-    The components are mixer_projections, mixer_scan (a Transformer's attention), mlp, vocabulary, and update: Muon's
-    Newton-Schulz iterations. What is computed again to save memory counts. None for a model or a loss without formulas.
+    The components are those of :func:`forward_flops`, and update: Muon's Newton-Schulz iterations. What activation
+    checkpointing and the loss compute again counts; the additional products of chunked kernels do not. None for a model
+    or a loss without formulas.
 
     Args:
         loss: decides whether the backward pass computes the logits again.
@@ -146,19 +145,15 @@ def kernel_flops(
         vocabulary_ranks: number of ranks that share the vocabulary. The FLOPs are one rank's.
     """
     forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
-    mixer = facts_of(arch.model).mixer
-    if forward is None or mixer is None:
+    if forward is None:
         return None
-    tokens = n_sequences * seq_len
-    mixed = tokens * arch.num_layers * arch.num_heads
-    forward["mixer_scan"] = mixed * mixer.kernel(arch, seq_len)
-    of_shard = tokens * vocabulary_ranks, arch.hidden_size, -(-arch.vocab_size // vocabulary_ranks), compute
+    tokens, rows = n_sequences * seq_len * vocabulary_ranks, -(-arch.vocab_size // vocabulary_ranks)
+    of_shard = tokens, arch.hidden_size, rows, compute
     computed = over_shards(loss) if vocabulary_ranks > 1 else loss
     backend = find_loss(loss.name)
     if backend.memory(computed, *of_shard) is None:  # a loss of which nothing is known
         return None
     found = {name: (1 + BACKWARD) * flops for name, flops in forward.items()} | {"update": update}
-    found["mixer_scan"] += mixed * mixer.kernel_again(arch, seq_len)
     found["vocabulary"] += max(backend.products(computed, *of_shard) - LEAST_PRODUCTS, 0) * forward["vocabulary"]
     for component in RECOMPUTED[activation_checkpointing]:
         found[component] += forward[component]

@@ -41,8 +41,8 @@ GPUS = {
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 23.5 * GIB, 1.008e12),
 }
 SHARE_OF_PRODUCTS = 0.70  # of the peak: projections, MLP and vocabulary
-SHARE_OF_SCANS = {"transformer": 0.58, "kda": 0.043}  # of the peak: attention and recurrences
-SHARE_OF_OTHER_SCANS = 0.10
+SHARE_OF_SCANS = {"transformer": 0.50, "kda": 0.017}  # of the peak: attention and recurrences
+SHARE_OF_OTHER_SCANS = 0.06
 PASSES_OF_ACTIVATIONS = 15.3  # over what the blocks save, for all elementwise work of both passes
 MORE_PASSES = {"none": 1.0, "selective": 1.22, "full": 1.0}
 PASSES_OF_LOSS = 4.2  # over what the loss holds

@@ -145,8 +145,8 @@ def memory_estimate(
     of_mixer = compute * (inputs + outputs) + mixing.saved(arch, seq_len, compute)
     of_mlp = compute * (d + 2 * width)  # input, gate and up; the product of gate and up is computed again
     of_norm = kept * d
-    mixer_results = compute * sum(columns for _, columns in mixing.projections(arch))
     mlp_results = compute * (2 * width + d)
+    mixer_results = compute * sum(outputs for outputs, _ in arch.matrices) // layers - mlp_results
     # What the MLP's backward pass holds in addition: dz, dgate, dup, the output of swiglu, and the residual stream's
     # gradient. The mixer's, by when the MLP is freed, holds no more.
     of_backward = 4 * compute * width + kept * d

@@ -94,7 +94,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     lines = [
         "",
         f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
-        f"{sum(computed.values()):.3e} that the kernels compute",
+        f"{sum(computed.values()):.3e} with what is computed again",
     ]
     if (total := seconds_of_run(plan, arch)) is None:
         return [*lines, "  time: not estimated, since the peak rate of this device is not known"]

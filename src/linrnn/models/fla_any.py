@@ -1,6 +1,6 @@
-"""`model=fla`: any causal language model of FLA's, with its parameters counted on a model without weights.
+"""`model=fla`: any causal language model of FLA's; and the figures of every model, counted without weights.
 
-FLA's classes decide what the model computes. Its figures come from what was built: no formula of parameters is needed.
+FLA's classes decide what a model computes. Its figures come from what was built: no formula of parameters is needed.
 FLOPs follow from the linear layers and, where the model's facts have one, from the formula of its recurrence.
 """
 
@@ -17,7 +17,7 @@ from linrnn.config.schema import FlaModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line
 from linrnn.models.attention import with_sdpa
 from linrnn.models.decay import layer_matrices
-from linrnn.models.facts import Architecture, bare_architecture, facts_of
+from linrnn.models.facts import Architecture, facts_of
 from linrnn.models.fla_import import fla_classes
 
 # What linrnn itself decides: the loss is not FLA's, and training keeps no state.
@@ -31,8 +31,37 @@ def resolve_fla(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> Arc
         ConfigError: an option that FLA's configuration does not have, or dimensions that do not fit together.
         UnsupportedError: the model is not built of an embedding, layers, a norm and a head, or needs a package.
     """
-    settings = _settings(model, size, vocab_size)
-    return _built(model.config, json.dumps(settings, sort_keys=True), size.name)
+    of_fla = _settings(model, size, vocab_size)
+    settings = json.dumps(of_fla, sort_keys=True)
+    return Architecture(
+        model=f"fla:{model.config}",
+        kind=model.config,
+        size=size.name,
+        num_layers=of_fla["num_hidden_layers"],
+        hidden_size=of_fla["hidden_size"],
+        vocab_size=of_fla["vocab_size"],
+        tie_embeddings=of_fla["tie_word_embeddings"],
+        settings=settings,
+        **figures(model.config, settings),
+    )
+
+
+def bare_architecture(model: str, size: SizeConfig, vocab_size: int, chunk_size: int | None = None) -> Architecture:
+    """A matched model at a size that gives it heads, before its MLP has a width."""
+    heads = size.mixers[model]
+    return Architecture(
+        model=model,
+        kind=model,
+        size=size.name,
+        num_layers=size.num_layers,
+        hidden_size=size.hidden_size,
+        vocab_size=vocab_size,
+        tie_embeddings=size.tie_embeddings,
+        num_heads=heads.num_heads,
+        head_k_dim=heads.head_k_dim,
+        head_v_dim=heads.head_v_dim,
+        chunk_size=chunk_size,
+    )
 
 
 def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[str, Any]:
@@ -114,8 +143,13 @@ def _fields(name: str) -> dict[str, Any]:
     return {key: value for key, value in parameters.items() if key not in ("self", "kwargs")}
 
 
-@functools.lru_cache(maxsize=32)
-def _built(name: str, settings: str, size: str) -> Architecture:
+@functools.lru_cache(maxsize=64)
+def figures(name: str, settings: str) -> dict[str, Any]:
+    """The fields of :class:`Architecture` that follow from the modules of FLA's model `name`.
+
+    Args:
+        settings: JSON of the arguments of FLA's configuration. Vocabulary and tied embeddings change no figure.
+    """
     hf = build_hf(name, settings, "meta")
     config, backbone = hf.config, backbone_of(hf)
     _check_structure(name, hf, backbone)
@@ -123,27 +157,19 @@ def _built(name: str, settings: str, size: str) -> Architecture:
     mlps = [module for block in backbone.layers for module in parts_of(block)["mlps"]]
     ends = {hf.lm_head.weight, *backbone.embeddings.parameters()}
     plain = not getattr(config, "attnres_block_size", None)  # without residuals over several layers
-    return Architecture(
-        model=f"fla:{name}",
-        kind=name,
-        size=size,
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        tie_embeddings=config.tie_word_embeddings,
-        settings=settings,
-        body_parameters=sum(parameter.numel() for parameter in {*hf.parameters()} - ends),
-        linears=(_linears(mixers), _linears(mlps)),
-        matrices=tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
-        recurrence_flops=facts_of(name).recurrence(config),
-        attention_windows=tuple(m.window_size for m in mixers if type(m).__name__ == "Attention" and plain),
-    )
+    return {
+        "body_parameters": sum(parameter.numel() for parameter in {*hf.parameters()} - ends),
+        "linears": (_linears(mixers), _linears(mlps)),
+        "matrices": tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
+        "recurrence_flops": facts_of(name).recurrence(config),
+        "attention_windows": tuple(m.window_size for m in mixers if type(m).__name__ == "Attention" and plain),
+    }
 
 
 def build_hf(name: str, settings: str, device: str) -> Any:
     """FLA's causal language model, initialised as FLA does."""
-    model_class, config_class = fla_classes(name)
     try:
+        model_class, config_class = fla_classes(name)
         with torch.device(device):
             return with_sdpa(model_class)(config_class(**json.loads(settings)))
     except (ValueError, TypeError, AssertionError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:

@@ -14,6 +14,6 @@ register_model(
             ("fla.layers.delta_net", "chunk_delta_rule"): mixers.chunk_delta_rule,
             ("fla.layers.delta_net", "fused_recurrent_delta_rule"): mixers.chunk_delta_rule,
         },
-        recurrence=partial(shared.by_width, 6),
+        recurrence=partial(shared.by_width, shared.DELTA),
     )
 )

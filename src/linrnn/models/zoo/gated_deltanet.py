@@ -10,14 +10,6 @@ from linrnn.models.zoo import shared
 class GatedDeltaNet(shared.DeltaRule):
     linears, keeps_fp32 = 6, True
 
-    def projections(self, arch: Architecture) -> list[tuple[int, int]]:
-        d, heads = arch.hidden_size, arch.num_heads
-        return [*super().projections(arch), (d, arch.value_dim), (d, heads), (d, heads)]  # output gate, decay, beta
-
-    def others(self, arch: Architecture) -> int:
-        """Convolutions; A_log and dt_bias; norm."""
-        return shared.convolution_parameters(arch) + 2 * arch.num_heads + arch.head_v_dim
-
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """The convolutions' inputs; normalised q and k; v; the inverse."""
         inverse = arch.num_heads * chunk_length(arch, seq_len)
@@ -35,6 +27,6 @@ register_model(
             ("fla.layers.gated_deltanet", "fused_recurrent_gated_delta_rule"): mixers.gated_delta_rule,
             ("fla.layers.gated_deltanet", "causal_conv1d"): layers.causal_conv1d,
         },
-        recurrence=partial(shared.by_head_dim, 6),
+        recurrence=partial(shared.by_head_dim, shared.DELTA),
     )
 )

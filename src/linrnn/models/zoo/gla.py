@@ -13,15 +13,6 @@ GATE_RANK = 16  # inner width of the low-rank forget gate
 class GLA(shared.LinearAttention):
     linears, keeps_fp32 = 5, False
 
-    def projections(self, arch: Architecture) -> list[tuple[int, int]]:
-        d = arch.hidden_size
-        gates = [(d, arch.value_dim), (d, GATE_RANK), (GATE_RANK, arch.key_dim)]  # output gate, decay
-        return [*super().projections(arch), *gates]
-
-    def others(self, arch: Architecture) -> int:
-        """The gate's bias; norm."""
-        return arch.key_dim + arch.head_v_dim
-
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """q, k, v; the low-rank gate before and after its logsigmoid; scores in fp32."""
         scores = FP32 * arch.num_heads * chunk_length(arch, seq_len)
@@ -40,6 +31,6 @@ register_model(
             ("fla.layers.gla", "chunk_gla"): mixers.chunk_gla,
             ("fla.layers.gla", "fused_recurrent_gla"): mixers.fused_recurrent_gla,
         },
-        recurrence=partial(shared.by_width, 4),
+        recurrence=partial(shared.by_width, shared.DECAY),
     )
 )

@@ -10,16 +10,6 @@ from linrnn.models.zoo import shared
 class KDA(shared.DeltaRule):
     linears, keeps_fp32 = 6, True
 
-    def projections(self, arch: Architecture) -> list[tuple[int, int]]:
-        d, rank = arch.hidden_size, arch.head_v_dim
-        low_rank = [(d, rank), (rank, arch.key_dim), (d, rank), (rank, arch.value_dim)]  # decay, output gate
-        return [*super().projections(arch), *low_rank, (d, arch.num_heads)]  # beta
-
-    def others(self, arch: Architecture) -> int:
-        """Convolutions; the output gate's bias; A_log and dt_bias; norm."""
-        of_heads = arch.num_heads + arch.key_dim + arch.head_v_dim
-        return shared.convolution_parameters(arch) + arch.value_dim + of_heads
-
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """As Gated DeltaNet, with a decay per key dimension, both low-rank inputs, and scores beside the inverse."""
         keys, values, scores = arch.key_dim, arch.value_dim, arch.num_heads * chunk_length(arch, seq_len)
@@ -36,6 +26,6 @@ register_model(
             ("fla.layers.kda", "chunk_kda"): mixers.gated_delta_rule,
             ("fla.layers.kda", "fused_recurrent_kda"): mixers.gated_delta_rule,
         },
-        recurrence=partial(shared.by_head_dim, 6),
+        recurrence=partial(shared.by_head_dim, shared.DELTA),
     )
 )

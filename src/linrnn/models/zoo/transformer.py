@@ -6,7 +6,7 @@ from linrnn.models.facts import Architecture, Mixer, ModelFacts, register_model
 
 
 class Transformer(Mixer):
-    attention, linears, keeps_fp32 = True, 3, False
+    linears, keeps_fp32 = 3, False
 
     def check(self, arch: Architecture) -> None:
         """Attention splits the hidden size into heads, and rotates pairs of a head's dimensions."""
@@ -18,14 +18,6 @@ class Transformer(Mixer):
             )
         if arch.head_k_dim % 2:
             raise ConfigError(f"{where}.head_k_dim={arch.head_k_dim} is odd", "rotary positions need an even one")
-
-    def kernel(self, arch: Architecture, seq_len: int) -> int:
-        """Half of the T x T scores, and half of their product with the values."""
-        return seq_len * (arch.head_k_dim + arch.head_v_dim)
-
-    def kernel_again(self, arch: Architecture, seq_len: int) -> int:
-        """q kᵀ (Dao 2023, arXiv:2307.08691, section 3.1)."""
-        return seq_len * arch.head_k_dim
 
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """Rotated q and k, v."""
