@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,8 +105,11 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path):
 
 
 def test_a_part_that_another_machine_keeps_to_itself_makes_no_checkpoint(tmp_path, monkeypatch):
-    away = "shard-00002-model-00001-of-00001.safetensors"
-    monkeypatch.setattr(checkpoint.Checkpointer, "_of_all", lambda self, own: [*own, away])
+    away, finish = "shard-00002-model-00001-of-00001.safetensors", checkpoint.Writer.finish
+    other = SimpleNamespace(storage_data=SimpleNamespace(relative_path=away))
+    monkeypatch.setattr(
+        checkpoint.Writer, "finish", lambda self, metadata, results: finish(self, metadata, [*results, [other]])
+    )
     with pytest.raises(StorageError, match=f"{away} of another rank is not in"):
         saved(tmp_path, 1)
     assert not list(tmp_path.iterdir())

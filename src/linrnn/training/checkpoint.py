@@ -22,7 +22,6 @@ import threading
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,8 @@ class Checkpointer:
         tensors = stager.stage({**model_tensors(model), **optimizer_tensors(model, optimizer)})
         stager.close()
         state = {**asdict(progress), "generators": generators()}
-        arguments = (directory_of(self._root, progress.step), tensors, state, config_yaml)
+        texts = {CONFIG: config_yaml, STATE: json.dumps(state)}
+        arguments = (directory_of(self._root, progress.step), tensors, texts)
         self._thread = threading.Thread(target=self._try, args=arguments, name="linrnn-checkpoint", daemon=True)
         self._thread.start()
         self.saved_step, self._saved_at = progress.step, time.monotonic()
@@ -153,64 +153,30 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _try(self, target: Path, tensors: Tensors, state: dict[str, Any], config_yaml: str) -> None:
-        """In the background: write all files, then give the directory its name."""
+    def _try(self, target: Path, tensors: Tensors, texts: dict[str, str]) -> None:
+        """In the background: write a checkpoint, and keep the error for :meth:`wait`."""
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
-        partial = target.with_name(target.name + PARTIAL)
         try:
-            write(tensors, partial, self._group)
-            parts = self._of_all([path.name for path in partial.glob(f"shard-{self._rank + 1:05d}-*")])
-            failure = [self._published(target, partial, parts, state, config_yaml) if self._rank == 0 else None]
-            if self._group is not None:
-                dist.broadcast_object_list(failure, src=0, group=self._group)
-            if failure[0] is not None:
-                raise failure[0]
+            write(tensors, texts, target, self._keep, self._group)
         except (OSError, SafetensorError) as problem:
             if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(_partial(target), ignore_errors=True)
             self._error = StorageError(
                 f"checkpoint of step {int(target.name.removeprefix(PREFIX))} was not written ({problem})",
                 "free space or choose another results_dir; earlier checkpoints are untouched",
             )
             self._error.__cause__ = problem
-        except BaseException as problem:  # wait() raises it
+        except BaseException as problem:
             self._error = problem
 
-    def _of_all(self, own: list[str]) -> list[str]:
-        """The lists of all ranks, one after another."""
-        if self._group is None:
-            return own
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own, group=self._group)
-        return list(chain(*every))
 
-    def _published(
-        self, target: Path, partial: Path, parts: list[str], state: dict[str, Any], config_yaml: str
-    ) -> OSError | None:
-        """Write all but the tensors, flush, and give the directory its name. Returns what failed.
+def write(tensors: Tensors, texts: dict[str, str], target: Path, keep: int, group: dist.ProcessGroup | None) -> None:
+    """Write a checkpoint. Called by all ranks of `group` (CPU), each with its part, or by a single process (None).
 
-        parts: the files that all ranks have written. One that is not here lies on a disk of another machine.
-        """
-        try:
-            if away := [name for name in parts if not (partial / name).is_file()]:
-                raise OSError(f"{away[0]} of another rank is not in {partial}: all ranks need one results_dir")
-            (partial / CONFIG).write_text(config_yaml, encoding="utf-8")
-            (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
-            write_checksums(partial)
-            for path in (*partial.iterdir(), partial):
-                sync(path)
-            partial.rename(target)
-            sync(target.parent)
-            for path in found(self._root)[: -self._keep]:
-                shutil.rmtree(path)
-        except OSError as problem:
-            return problem
-        return None
-
-
-def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's share. Called by all ranks of `group` (CPU), or by a single process (None).
+    Args:
+        texts: the other files.
+        keep: how many of the newest checkpoints are kept.
 
     Raises:
         OSError, SafetensorError: one rank cannot write. All ranks raise.
@@ -221,12 +187,41 @@ def write(tensors: Tensors, directory: Path, group: dist.ProcessGroup | None) ->
         if filled and filled + size > FILE_BYTES:
             number, filled = number + 1, 0
         numbers[name], filled = number, filled + size
-    writer = dcp.HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=numbers, save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        dcp.save(
+            tensors, storage_writer=Writer(target, numbers, texts, keep), process_group=group, no_dist=group is None
+        )
     except CheckpointException as failure:
         error = next(iter(failure.failures.values()))[0]  # of the first rank that failed
         raise (error if isinstance(error, Exception) else RuntimeError(str(error))) from failure
+
+
+class Writer(dcp.HuggingFaceStorageWriter):
+    """Every rank writes its tensors aside. Then the first one writes all else, and gives the directory its name."""
+
+    def __init__(self, target: Path, numbers: dict[str, int], texts: dict[str, str], keep: int) -> None:
+        super().__init__(str(_partial(target)), fqn_to_index_mapping=numbers, save_distributed=True)
+        self._target, self._texts, self._keep = target, texts, keep
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """Called on the first rank once all have written. If it raises, all ranks do."""
+        partial = _partial(self._target)
+        for name in {result.storage_data.relative_path for of_rank in results for result in of_rank}:
+            if not (partial / name).is_file():  # it lies on a disk of another machine
+                raise OSError(f"{name} of another rank is not in {partial}: all ranks need one results_dir")
+        for name, text in self._texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        write_checksums(partial)
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        partial.rename(self._target)
+        sync(self._target.parent)
+        for path in found(self._target.parent)[: -self._keep]:
+            shutil.rmtree(path)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(target.name + PARTIAL)
 
 
 def sync(path: Path) -> None:
@@ -401,29 +396,31 @@ def load_optimizer(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
         ConfigError: another optimizer wrote the state.
         DataError: a file cannot be read.
     """
-    parameters = dict(model.named_parameters())
-    members = [(parameter, state_keys(group)) for group in optimizer.param_groups for parameter in group["params"]]
-    places = {id(parameter): (number, keys) for number, (parameter, keys) in enumerate(members)}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    places = {
+        f"{names[parameter]}/{key}": (parameter, key, group.get("fused"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key in state_keys(group)
+    }
     tensors: Tensors = {}
-    state: dict[int, Tensors] = {}
-    for full, shape in shapes(path).items():
-        name, _, key = full.partition("/")
-        if not key:
-            continue
-        parameter = parameters[name]
-        number, keys = places[id(parameter)]
-        if key not in keys:
+    for name in (name for name in shapes(path) if "/" in name):
+        if name not in places:
+            of, _, key = name.partition("/")
             its_own, weights = "muon" if key == "momentum_buffer" else "adamw", shlex.quote(f"init_from={path}")
             raise ConfigError(
-                f"{path} holds {key} of {name}, which belongs to another optimizer",
+                f"{path} holds {key} of {of}, which belongs to another optimizer",
                 f"use optimizer={its_own}, or {weights} continue_from=null for its weights alone",
             )
-        # Sharded like its parameter, or a scalar that all ranks have.
-        like = shape == tuple(parameter.shape)
-        tensors[full] = torch.zeros_like(parameter, requires_grad=False) if like else torch.zeros(shape)
-        state.setdefault(number, {})[key] = tensors[full]
+        parameter, key, fused = places[name]
+        if key == "step":
+            tensors[name] = torch.zeros((), device=parameter.device if fused else "cpu")
+        else:  # sharded like its parameter
+            tensors[name] = torch.zeros_like(parameter, requires_grad=False)
     _read(tensors, path)
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for name, tensor in tensors.items():
+        parameter, key, _ = places[name]
+        optimizer.state[parameter][key] = tensor
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
