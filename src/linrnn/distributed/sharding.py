@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -200,32 +200,9 @@ class GatheredEmbedding(nn.Module):
 def gathered(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """The whole of a sharded matrix, (V, D) in `dtype`. Its gradient is summed over the group's ranks and scattered."""
     assert isinstance(weight, DTensor)
-    return _Gather.apply(weight.to_local(), len(weight), dtype, weight.device_mesh.get_group("shard"))
-
-
-class _Gather(torch.autograd.Function):
-    """All-gather of rows in `dtype`. Backward: reduce-scatter of their gradient in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.local_rows, ctx.dtype = group, len(local), local.dtype
-        each = shard_rows(rows, group.size())
-        padded = local.new_zeros(each, local.shape[1], dtype=dtype)
-        padded[: len(local)] = local
-        whole = padded.new_empty(group.size() * each, local.shape[1])
-        all_gather(whole, padded, group)
-        return whole[:rows]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        each = shard_rows(len(grad), ctx.group.size())
-        whole = grad.float().contiguous()
-        if len(grad) < each * ctx.group.size():
-            whole = grad.new_zeros(each * ctx.group.size(), grad.shape[1], dtype=torch.float32)
-            whole[: len(grad)] = grad
-        part = whole.new_empty(each, grad.shape[1])
-        reduce_scatter(part, whole, ctx.group)
-        return part[: ctx.local_rows].to(ctx.dtype), None, None, None
+    groups = [Replicate()] * (weight.device_mesh.ndim - 1)  # :class:`ShardedRanks` sums over them
+    every = weight.redistribute(placements=[*groups, Replicate()], forward_dtype=dtype, backward_dtype=torch.float32)
+    return every.to_local(grad_placements=[*groups, Partial()])
 
 
 class VocabularyParallelEmbedding(GatheredEmbedding):
