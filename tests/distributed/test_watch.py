@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-import linrnn.distributed.watch
 from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Failure, Watch
@@ -67,23 +66,23 @@ def test_a_pause_of_all_ranks_is_nobodys_fault(signs, clock):
     assert [rank.still() for rank in reversed(ranks)] == [[], []]
 
 
-def test_a_process_of_another_machine_is_not_looked_for_here(monkeypatch, tmp_path):
-    """The namespaces of processes have one number on two machines."""
+def test_a_process_of_another_machine_is_not_looked_for_here():
+    """Four ranks on two machines. The numbers of processes that ended there mean nothing here."""
     gone = subprocess.Popen(["true"])
     gone.wait()
-    store, watches = dist.HashStore(), []
-    for rank, process in enumerate((os.getpid(), gone.pid)):
-        (tmp_path / str(rank)).write_text(f"boot {rank}\n")
-        monkeypatch.setattr(linrnn.distributed.watch, "_BOOT", tmp_path / str(rank))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda process=process: process)
-            watches.append(Watch(Launch(rank, world_size=2), store, timedelta(seconds=PATIENCE)).start())
+    store = dist.HashStore()
+    watch = Watch(Launch(2, 0, world_size=4, local_world_size=2), store, timedelta(seconds=PATIENCE))
+    for rank in (0, 1):
+        store.set(f"process/{rank}", str(gone.pid))
+    watch.start()
     try:
-        assert watches[0].wait_for_failure(4 * Watch.POLL_SECONDS) is None
-        assert watches[0].dead() == []
+        assert watch.wait_for_failure(4 * Watch.POLL_SECONDS) is None
+        store.set("process/3", str(gone.pid))
+        assert watch.wait_for_failure(60) == Failure(
+            3, "its process has died", "see its output and the system's log", 1
+        )
     finally:
-        for watch in watches:
-            watch.end()
+        watch.end()
 
 
 def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(monkeypatch, capsys):

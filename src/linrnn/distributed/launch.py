@@ -12,12 +12,22 @@ from linrnn.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says about this process: its rank, its rank on this machine, and the number of ranks."""
+    """What a launcher says about this process: its rank, its rank on this machine, and the number of ranks.
+
+    `local_world_size` is the number of ranks on this machine; 0 if the launcher does not tell it.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     launched: bool = False
+    local_world_size: int = 0
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this machine, which torchrun numbers one after the other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
 
     @classmethod
     def from_environment(cls) -> "Launch":
@@ -25,7 +35,8 @@ class Launch:
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return cls()
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, int(os.environ.get("LOCAL_RANK", rank)), world_size, launched=True)
+        local_rank, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        return cls(rank, local_rank, world_size, launched=True, local_world_size=here)
 
     def world_size_of(self, parallel: ParallelConfig) -> int:
         """Number of ranks of a run with this `parallel`.

@@ -7,17 +7,14 @@ Every rank also counts up a number in the store as a sign of life. A rank whose 
 `parallel.timeout_seconds` stands still: its process was stopped, or its machine has vanished. The other ranks then end.
 """
 
-import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -26,7 +23,6 @@ from linrnn.core.output import say
 from linrnn.distributed.launch import Launch
 
 _FAILURE, _PROCESS, _ALIVE = "failure", "process", "alive"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SIGNS = 10  # signs of life that a rank gives within parallel.timeout_seconds
 
 
@@ -66,14 +62,15 @@ class Watch:
         self.failure: Failure | None = None
         self.when_lost: Callable[[LinrnnError], None] | None = None
         self.patient = False
-        self._rank, self._store, self._machine = launch.rank, store, _machine()
+        self._rank, self._store = launch.rank, store
         self._others = [rank for rank in range(launch.world_size) if rank != launch.rank]
-        self._neighbours: dict[int, int] = {}  # process ids of the other ranks, 0 on other machines
+        self._here = launch.ranks_here
+        self._neighbours: dict[int, int] = {}  # process ids of the other ranks of this machine
         self._timeout, self._clock = timeout.total_seconds(), clock
         self._signs: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when this process first read it
         self._looked = clock() - self._timeout
         self._noticed, self._ended = threading.Event(), threading.Event()
-        store.set(f"{_PROCESS}/{launch.rank}", json.dumps([self._machine, os.getpid()]))
+        store.set(f"{_PROCESS}/{launch.rank}", str(os.getpid()))
         self._thread = threading.Thread(target=self._run, name="linrnn-ranks", daemon=True)
 
     def start(self) -> "Watch":
@@ -97,7 +94,7 @@ class Watch:
 
     def dead(self) -> list[int]:
         """Ranks of this machine whose processes are gone."""
-        return [rank for rank, process in self._neighbours.items() if process and not _alive(process)]
+        return [rank for rank, process in self._neighbours.items() if not _alive(process)]
 
     def still(self) -> list[int]:
         """Give a sign of life, and find the ranks without a new one for so long; both ten times in that time.
@@ -141,9 +138,8 @@ class Watch:
         if failure := self._known(_FAILURE):
             self._notice(failure)
         for rank in self._others:
-            if rank not in self._neighbours and (process := self._known(f"{_PROCESS}/{rank}")):
-                machine, number = json.loads(process)
-                self._neighbours[rank] = number if machine == self._machine else 0
+            if rank in self._here and rank not in self._neighbours and (process := self._known(f"{_PROCESS}/{rank}")):
+                self._neighbours[rank] = int(process)
         for rank in self.dead():
             self.record(Failure(rank, "its process has died", "see its output and the system's log", 1))
         for rank in self.still():
@@ -161,19 +157,9 @@ class Watch:
         return failure
 
 
-def _machine() -> str:
-    """A name for this machine. Processes with the same name see each other's process ids.
-
-    Machines may share a host's name, and the number of a namespace is the same on many. Linux draws an id at each boot.
-    """
-    with contextlib.suppress(OSError):
-        return f"{os.readlink('/proc/self/ns/pid')} {_BOOT.read_text(encoding='utf-8').strip()}"
-    return socket.gethostname()
-
-
 def _alive(process: int) -> bool:
-    """Whether a process runs. A zombie has ended, but its parent has not read its exit code yet."""
     try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return not Path("/proc/self").exists()  # macOS does not tell
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
