@@ -347,18 +347,17 @@ def filter_speed() -> Rows:
     "parameters of the model",
     "step",
     "tokens of a batch",
-    "gradient of",
     "sampling",
     "torch.compile's rounding",
-    words=("gradient of",),
 )
 def noise_by_step() -> Rows:
-    """The variance that sampling adds to a gradient, by step and batch, as a share of the batch's own."""
+    """The variance that sampling adds to the gradient, by step and batch, as a share of the batch's own."""
     for size, name in (("10M", "nvidia_h200"), ("448M", "nvidia_h200_448m")):
         _, *lines = (RESULTS / f"gradient_noise/{name}.jsonl").read_text().splitlines()
         for one in map(json.loads, lines):
-            shares = (share(one.get(key), ".3f") for key in ("sample_over_batch", "rounding_over_batch"))
-            yield size, f"{one['step']:,}", f"{one['tokens']:,}", one["parameters"], *shares
+            if one["parameters"] == "all":
+                shares = (share(one.get(key), ".3f") for key in ("sample_over_batch", "rounding_over_batch"))
+                yield size, f"{one['step']:,}", f"{one['tokens']:,}", *shares
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face models
