@@ -18,6 +18,7 @@ from linrnn.config.schema import MixerDims, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, DataError, UnsupportedError
 from linrnn.models import LanguageModel, build_model, check_supported, find_pretrained, load_weights, support
 from linrnn.models.architecture import MODELS, Architecture, resolve
+from linrnn.models.cpu_ops import mixers
 from linrnn.models.facts import FACTS
 from linrnn.models.fla_import import import_fla
 from linrnn.models.language_model import KEPT_PRODUCTS
@@ -256,11 +257,9 @@ CHUNKED = {name: facts.chunks for name, facts in FACTS.items() if facts.chunks}
 
 @pytest.mark.parametrize(("model", "size"), [(name, size) for name in CHUNKED for size in CHUNKED[name].sizes])
 def test_chunk_size_reaches_the_kernel_and_changes_no_result(model, size, monkeypatch):
-    from linrnn.models.cpu_ops.mixers import ChunkGrid
-
     seen = []
-    plan = ChunkGrid.plan
-    monkeypatch.setattr(ChunkGrid, "plan", lambda *args: seen.append(args[2]) or plan(*args))
+    in_chunks = mixers.in_chunks
+    monkeypatch.setattr(mixers, "in_chunks", lambda *args: seen.append(args[-1]) or in_chunks(*args))
     usual, sized = build(model), build(model, chunk_size=size)
     ids = tokens(2, 70)
     torch.testing.assert_close(sized(ids), usual(ids), rtol=1e-4, atol=1e-5)

@@ -4,6 +4,8 @@ Norms and rotations compute in fp32 and return the dtype of their input, as FLA'
 the last W inputs of each sequence, (N, D, W).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,6 +15,12 @@ from linrnn.core.errors import UnsupportedError
 
 def _not_here(option: str) -> UnsupportedError:
     return UnsupportedError(f"{option} has no CPU version in linrnn.models.cpu_ops", "run it on a GPU")
+
+
+def documents(cu_seqlens: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The parts of tensors (1, T, …) that belong to each document, bounded by `cu_seqlens` (n_documents + 1,)."""
+    lengths = cu_seqlens.diff().tolist()
+    return zip(*(x.split(lengths, 1) for x in packed), strict=True)
 
 
 # --------------------------------------------------------------------------------------- norms and MLP
@@ -84,7 +92,8 @@ def rotary_embedding(
     """
     if interleaved or inplace or isinstance(seqlen_offsets, Tensor):
         raise _not_here("an interleaved, in-place or per-sequence rotary embedding")
-    positions_T = torch.arange(x.shape[1], device=x.device) if cu_seqlens is None else _positions(cu_seqlens)
+    lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    positions_T = torch.cat([torch.arange(length, device=x.device) for length in lengths])
     cos_T1D, sin_T1D = (table[positions_T + seqlen_offsets, None].float() for table in (cos, sin))
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D], -1).to(x.dtype)
@@ -106,16 +115,17 @@ def causal_conv1d(
     """Depthwise causal convolution of x (B, T, D) with weight (D, W). It does not cross document borders."""
     if residual is not None or (cu_seqlens is not None and (initial_state is not None or output_final_state)):
         raise _not_here("a convolution with a residual, or with documents and a state,")
+    if cu_seqlens is not None:
+        parts = [causal_conv1d(one, weight, bias, activation=activation)[0] for (one,) in documents(cu_seqlens, x)]
+        return torch.cat(parts, 1), None
     n_tokens, width = x.shape[1], weight.shape[1]
     if initial_state is None:
         padded = F.pad(x, (0, 0, width - 1, 0))
     else:
         padded = torch.cat([initial_state[..., 1:].mT.to(x.dtype), x], 1)
-    age_T1 = None if cu_seqlens is None else _positions(cu_seqlens)[:, None]
     y = x * weight[:, -1]
     for lag in range(1, width):
-        tap = padded[:, width - 1 - lag :][:, :n_tokens] * weight[:, -1 - lag]
-        y = y + (tap if age_T1 is None else tap.masked_fill(age_T1 < lag, 0))
+        y = y + padded[:, width - 1 - lag :][:, :n_tokens] * weight[:, -1 - lag]
     state = F.pad(padded, (0, 0, 1, 0))[:, -width:].mT if output_final_state else None
     return _activated(y, bias, activation), state
 
@@ -138,10 +148,3 @@ def causal_conv1d_update(
 def _activated(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     y = y if bias is None else y + bias
     return y if activation is None else F.silu(y)
-
-
-def _positions(cu_seqlens: Tensor) -> Tensor:
-    """Each token's position in its document, (T,)."""
-    lengths_D = cu_seqlens.long().diff()
-    starts_T = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths_D)
-    return torch.arange(len(starts_T), device=starts_T.device) - starts_T

@@ -19,8 +19,7 @@ every document starts from an empty state. `chunk_size` changes only the speed. 
 inputs); results have v's dtype.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,56 +27,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from linrnn.core.errors import UnsupportedError
+from linrnn.models.cpu_ops.layers import documents
 
 CHUNK_SIZE = 64
+Result = tuple[Tensor, Tensor | None]
 
 
-@dataclass(frozen=True)
-class ChunkGrid:
-    """Places T tokens on a grid of chunks, so that no chunk holds tokens of two documents.
+def split(x_BTHD: Tensor, size: int) -> Tensor:
+    """(B, T, H, D) to chunks (B, H, n, size, D). The last one is filled up with zeros."""
+    padded = F.pad(x_BTHD, (0, 0, 0, 0, 0, -x_BTHD.shape[1] % size))
+    return padded.unflatten(1, (-1, size)).permute(0, 3, 1, 2, 4).contiguous()
 
-    Attributes:
-        chunk_size: tokens in a chunk, a power of two.
-        n_chunks: chunks in each row.
-        n_tokens: T.
-        slots_T: the grid position of each token of a packed row. None: a row is one document and fills the grid in
-            order.
-        document_starts: the chunks of a packed row that begin with an empty state.
-    """
 
-    chunk_size: int
-    n_chunks: int
-    n_tokens: int
-    slots_T: Tensor | None = None
-    document_starts: frozenset[int] = frozenset()
-
-    @classmethod
-    def plan(cls, n_tokens: int, cu_seqlens: Tensor | None, chunk_size: int | None) -> "ChunkGrid":
-        """The grid for T tokens, or for one row of documents bounded by `cu_seqlens` (n_documents + 1,)."""
-        size = chunk_size or min(CHUNK_SIZE, 1 << (n_tokens - 1).bit_length())
-        if cu_seqlens is None:
-            return cls(size, -(-n_tokens // size), n_tokens)
-        starts_D, lengths_D = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
-        chunks_D = (lengths_D + size - 1) // size
-        first_chunk_D = chunks_D.cumsum(0) - chunks_D
-        shift_T = torch.repeat_interleave(first_chunk_D * size - starts_D, lengths_D)
-        slots_T = torch.arange(n_tokens, device=shift_T.device) + shift_T
-        return cls(size, int(chunks_D.sum()), n_tokens, slots_T, frozenset(first_chunk_D.tolist()))
-
-    def split(self, x_BTHD: Tensor) -> Tensor:
-        """(B, T, H, D) to (B, H, n_chunks, chunk_size, D), with zeros in slots without a token."""
-        total = self.n_chunks * self.chunk_size
-        if self.slots_T is not None:
-            padded = x_BTHD.new_zeros(x_BTHD.shape[0], total, *x_BTHD.shape[2:])
-            x_BTHD = padded.index_copy(1, self.slots_T, x_BTHD)
-        elif total > self.n_tokens:
-            x_BTHD = F.pad(x_BTHD, (0, 0, 0, 0, 0, total - self.n_tokens))
-        return x_BTHD.unflatten(1, (self.n_chunks, self.chunk_size)).permute(0, 3, 1, 2, 4).contiguous()
-
-    def join(self, x_BHNCD: Tensor) -> Tensor:
-        """The inverse of `split`."""
-        x_BTHD = x_BHNCD.permute(0, 2, 3, 1, 4).flatten(1, 2)
-        return x_BTHD[:, : self.n_tokens] if self.slots_T is None else x_BTHD[:, self.slots_T]
+def join(x_BHNCD: Tensor, n_tokens: int) -> Tensor:
+    """The inverse of `split`."""
+    return x_BHNCD.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :n_tokens]
 
 
 def running_sum(g: Tensor) -> Tensor:
@@ -119,6 +83,32 @@ def decayed_scores(rows: Sequence[Tensor], keys: Tensor, b: Tensor) -> list[Tens
     return [x.squeeze(-3) for x in scores]
 
 
+def in_chunks(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor],
+    state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> Result:
+    """Apply a rule to rows (B, T, H, ·), or to each document of a packed row, bounded by `cu_seqlens`.
+
+    The rule takes chunks of the tensors, and a state or None. It returns chunks of the output, and the last state.
+    """
+    n_tokens = tensors[0].shape[1]
+    if cu_seqlens is None:
+        size = chunk_size or min(CHUNK_SIZE, 1 << (n_tokens - 1).bit_length())
+        output, state = rule(*(split(x, size) for x in tensors), state)
+        return join(output, n_tokens), state if output_final_state else None
+    if state is not None or output_final_state:
+        raise UnsupportedError(
+            "packed documents with a state have no CPU version in linrnn.models.cpu_ops",
+            "pass use_cache=False, or one document per row",
+        )
+    parts = [in_chunks(rule, one, None, False, None, chunk_size)[0] for one in documents(cu_seqlens, *tensors)]
+    return torch.cat(parts, 1), None
+
+
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -130,30 +120,28 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """Gated linear attention with log forget gates g. Returns the output (B, T, H, V) and, if asked for, the state."""
-    _check_packing(cu_seqlens, initial_state, output_final_state)
     with torch.autocast(q.device.type, enabled=False):
-        grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
-        q = _fp32(q) * (scale or q.shape[-1] ** -0.5)
-        q, k, values, g = (grid.split(_fp32(x)) for x in (q, k, v, g))
-        b = running_sum(g)
-        total = b[..., -1:, :]
-        (scores,) = decayed_scores([q], k, b)
-        updates = (k * (total - b).exp()).mT @ values
-        decays = total.exp().mT
-        states = []
-        state = _first_state(initial_state, updates[:, :, 0])
-        for n, (update, decay) in enumerate(zip(updates.unbind(2), decays.unbind(2), strict=True)):
-            if n in grid.document_starts:
-                state = torch.zeros_like(state)
-            states.append(state)
-            state = state * decay + update
-        output = grid.join((q * b.exp()) @ torch.stack(states, 2) + scores @ values).to(v.dtype)
-    return output, state if output_final_state else None
+        tensors = _fp32(q) * (scale or q.shape[-1] ** -0.5), _fp32(k), _fp32(v), _fp32(g)
+        output, state = in_chunks(_gla, tensors, initial_state, output_final_state, cu_seqlens, chunk_size)
+    return output.to(v.dtype), state
 
 
-def fused_recurrent_gla(*, gk: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
+def _gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    b = running_sum(g)
+    total = b[..., -1:, :]
+    (scores,) = decayed_scores([q], k, b)
+    updates = (k * (total - b).exp()).mT @ v
+    states = []
+    state = _first_state(state, updates[:, :, 0])
+    for update, decay in zip(updates.unbind(2), total.exp().mT.unbind(2), strict=True):
+        states.append(state)
+        state = state * decay + update
+    return (q * b.exp()) @ torch.stack(states, 2) + scores @ v, state
+
+
+def fused_recurrent_gla(*, gk: Tensor, **others: Any) -> Result:
     """The function that FLA's layer calls at 64 tokens or fewer."""
     return chunk_gla(g=gk, **others)
 
@@ -178,13 +166,12 @@ def gated_delta_rule(
     chunk_size: int | None = None,
     safe_gate: bool = False,
     lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """The gated delta rule of Gated DeltaNet (g (B, T, H)) and of KDA (g (B, T, H, K)); beta (B, T, H).
 
     With `use_gate_in_kernel` the log-decay is −exp(A_log) · softplus(g + dt_bias), A_log (H,), dt_bias (H,) or (H·K,).
     The signature is wide because this function replaces FLA's, which has the same one.
     """
-    _check_packing(cu_seqlens, initial_state, output_final_state)
     if q.shape[2] != v.shape[2] or safe_gate or lower_bound is not None:
         raise UnsupportedError(
             "grouped values and bounded gates have no CPU version in linrnn.models.cpu_ops", "run it on a GPU"
@@ -199,21 +186,18 @@ def gated_delta_rule(
             assert A_log is not None
             g = g if dt_bias is None else g + dt_bias.view(g.shape[2], -1)
             g = -_fp32(A_log).exp()[:, None] * F.softplus(g)
-        grid = ChunkGrid.plan(q.shape[1], cu_seqlens, chunk_size)
-        q = q * (scale or q.shape[-1] ** -0.5)
-        q, k, values, g, beta = (grid.split(x) for x in (q, k, _fp32(v), g, beta[..., None]))
-        output, state = _delta_rule(grid, q, k, values, g, beta, initial_state)
-        output = grid.join(output).to(v.dtype)
-    return output, state if output_final_state else None
+        tensors = q * (scale or q.shape[-1] ** -0.5), k, _fp32(v), g, beta[..., None]
+        output, state = in_chunks(_delta_rule, tensors, initial_state, output_final_state, cu_seqlens, chunk_size)
+    return output.to(v.dtype), state
 
 
 def _delta_rule(
-    grid: ChunkGrid, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rule on chunks, as :meth:`ChunkGrid.split` makes them. Returns the chunks of the output, and the last state.
+    """Each token writes v minus a prediction from its key.
 
-    Each token writes v minus a prediction from its key. Earlier tokens of the chunk and the state before the chunk both
-    contribute to the prediction. One unit lower triangular system gives the writes of all C tokens.
+    Earlier tokens of the chunk and the state before the chunk both contribute to the prediction. One unit lower
+    triangular system gives the writes of all C tokens.
     """
     b = running_sum(g)
     total = b[..., -1:, :]
@@ -229,16 +213,14 @@ def _delta_rule(
     states, writes = [], []
     state = _first_state(state, writers[:, :, 0] @ values[:, :, 0])
     chunks = zip(values.unbind(2), predictors.unbind(2), writers.unbind(2), decays.unbind(2), strict=True)
-    for n, (value, predictor, writer, chunk_decay) in enumerate(chunks):
-        if n in grid.document_starts:
-            state = torch.zeros_like(state)
+    for value, predictor, writer, chunk_decay in chunks:
         states.append(state)
         writes.append(value - predictor @ state)
         state = state * chunk_decay + writer @ writes[-1]
     return (q * decay) @ torch.stack(states, 2) + query_scores @ torch.stack(writes, 2), state
 
 
-def chunk_delta_rule(*, beta: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
+def chunk_delta_rule(*, beta: Tensor, **others: Any) -> Result:
     """DeltaNet's rule: the gated delta rule without decay."""
     return gated_delta_rule(g=torch.zeros_like(beta, dtype=torch.float32), beta=beta, **others)
 
@@ -253,11 +235,3 @@ def _fp32(x: Tensor) -> Tensor:
 
 def _first_state(state: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if state is None else state.to(like.dtype)
-
-
-def _check_packing(cu_seqlens: Tensor | None, initial_state: Tensor | None, output_final_state: bool) -> None:
-    if cu_seqlens is not None and (initial_state is not None or output_final_state):
-        raise UnsupportedError(
-            "packed documents with a state have no CPU version in linrnn.models.cpu_ops",
-            "pass use_cache=False, or one document per row",
-        )
