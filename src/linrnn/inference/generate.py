@@ -1,11 +1,13 @@
 """Generate samples from a trained model, with transformers' `generate` and FLA's recurrent state."""
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, TextStreamer
 
 from linrnn.config.schema import GenerateConfig
 from linrnn.core.errors import ConfigError
@@ -19,45 +21,31 @@ def prompts(config: GenerateConfig) -> Iterator[GenerateConfig]:
     if config.prompt != "-":
         yield config
         return
-    while True:
-        if sys.stdin.isatty():
-            say("prompt> ", end="")
-        if not (line := sys.stdin.readline().rstrip("\n")):
-            return
-        yield dataclasses.replace(config, prompt=line)
+    with contextlib.suppress(EOFError):
+        while line := input("prompt> " if sys.stdin.isatty() else ""):
+            yield dataclasses.replace(config, prompt=line)
 
 
-class Printer:
-    """A streamer of transformers: prints samples while they grow. A character of several tokens waits for its last."""
+class Printer(TextStreamer):
+    """Prints samples word by word while they grow. Its "tokenizer" is a :class:`Trained`."""
 
-    def __init__(self, trained: Trained) -> None:
-        self._trained, self._tokens, self._shown = trained, list[int](), ""
-
-    def put(self, ids: torch.Tensor) -> None:
-        """The prompt comes first, then each token. The end token, which stands for an empty prompt, is not shown."""
-        self._tokens += [token for token in ids.flatten().tolist() if self._tokens or token != self._trained.eos_id]
-        text = readable(self._trained, self._tokens)
-        if not text.endswith("\ufffd"):
-            say(text[len(self._shown) :], end="")
-            self._shown = text
-
-    def end(self) -> None:
-        """Print the rest of a sample, and end its line."""
-        say(readable(self._trained, self._tokens)[len(self._shown) :])
-        self._tokens, self._shown = [], ""
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print through :func:`say`, which a closed pipe does not stop."""
+        say(text, end="\n" if stream_end else "")
 
 
-def samples(trained: Trained, config: GenerateConfig, streamer: Any = None) -> Iterator[tuple[list[int], list[int]]]:
+def samples(
+    trained: Trained, config: GenerateConfig, streamer: TextStreamer | None = None
+) -> Iterator[tuple[list[int], list[int]]]:
     """For each sample, the token ids of the prompt and of its continuation.
 
     Args:
         streamer: gets the prompt and each token (:class:`Printer`).
 
     Raises:
-        ConfigError: text without a tokenizer, text that is not UTF-8, two prompts, or token ids outside the vocabulary.
+        ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
+        DataError: the tokenizer cannot encode the prompt.
     """
-    from transformers import GenerationConfig
-
     prompt = prompt_of(trained, config)
     model, eos_id = trained.model, trained.eos_id
     choice: dict[str, Any] = {"do_sample": config.temperature > 0}
@@ -91,19 +79,9 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
         remedy = "give token ids instead: prompt_tokens=[1,2,3]"
         raise ConfigError(f"prompt: {trained.source} has no tokenizer", remedy)
     else:
-        try:
-            config.prompt.encode()  # Python keeps a wrong byte of a command line as half of a surrogate pair
-        except UnicodeEncodeError as error:
-            raise ConfigError("prompt is not UTF-8 text", "convert it to UTF-8") from error
         tokens = trained.tokenizer.encode(config.prompt)
     if not tokens and trained.eos_id is None:
         raise ConfigError("the prompt is empty, and this model has no end-of-document token", "give a prompt")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ConfigError(f"prompt_tokens: {wrong[0]} is no token of {vocab_size:,}", f"use 0 to {vocab_size - 1}")
     return tokens or [trained.eos_id or 0]
-
-
-def readable(trained: Trained, tokens: list[int]) -> str:
-    """Text without the end token; token ids if there is no tokenizer."""
-    kept = tokens[:-1] if tokens and tokens[-1] == trained.eos_id else tokens
-    return trained.tokenizer.decode(kept) if trained.tokenizer else " ".join(map(str, kept))

@@ -1,5 +1,6 @@
 """Load a trained model from a run, a checkpoint or a Hugging Face directory in FLA's format, with tokenizer or data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ class Trained:
     eos_id: int | None
     config: Config | None
     source: Path
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without end tokens; token ids if there is no tokenizer."""
+        kept = [token for token in tokens if token != self.eos_id]
+        return self.tokenizer.decode(kept) if self.tokenizer else " ".join(map(str, kept))
 
 
 def load_trained(source: str | Path, device: torch.device | str = "auto") -> Trained:
