@@ -5,10 +5,24 @@ import json
 import lzma
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from linrnn.core.errors import DataError, first_line
+from linrnn.core.errors import DataError, StorageError, first_line
+
+
+@contextlib.contextmanager
+def storing(path: Path, remedy: str = "free disk space or choose another results_dir, then resume") -> Iterator[None]:
+    """Name what is written here, if that fails.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror or error})", remedy) from error
 
 
 def write_text(path: Path, text: str) -> None:

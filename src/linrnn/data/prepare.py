@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from linrnn.config.schema import DataConfig, MarkovDataConfig, TextDataConfig, TokenizedDataConfig
 from linrnn.core import output
 from linrnn.core.errors import DataError
-from linrnn.core.files import write_text
+from linrnn.core.files import storing, write_text
 from linrnn.data.markov import END, MarkovChain
 from linrnn.data.shards import (
     FORMAT_VERSION,
@@ -37,7 +37,6 @@ from linrnn.data.shards import (
     ShardSet,
     SplitWriter,
     read_meta,
-    storage_errors,
     token_dtype,
     write_meta,
 )
@@ -334,7 +333,7 @@ def _written_once(config: DataConfig, name: str, write: Callable[[Path], None], 
         return path
     partial = path.with_name(path.name + ".partial")
     lock = FileLock(path.with_name(path.name + ".lock"))  # its file stays: without it two processes could hold a lock
-    with storage_errors(path):
+    with storing(path, "free space or set data.cache_dir elsewhere, then run the same command again"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)

@@ -15,8 +15,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from linrnn.core.checksums import sha256, sha256_of_all
-from linrnn.core.errors import DataError, StorageError
+from linrnn.core.errors import DataError
 from linrnn.core.files import read_object, write_text
 
 FORMAT_VERSION = 1
@@ -36,18 +35,6 @@ SPLITS = ("train", "valid")
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest supported type that holds every id of the vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-@contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn a failed write under `path` into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {error.filename or path}: {error.strerror or error}",
-            "free space or set data.cache_dir elsewhere, then run the same command again",
-        ) from error
 
 
 class SplitWriter:

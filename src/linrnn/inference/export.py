@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from linrnn.config import overrides_of, to_yaml
 from linrnn.config.schema import Config
 from linrnn.core.checksums import write_checksums
-from linrnn.core.errors import ConfigError, StorageError, UnsupportedError, first_line
+from linrnn.core.errors import ConfigError, StorageError, UnsupportedError
 from linrnn.core.files import read_object
 from linrnn.inference.load import Trained
 from linrnn.runs.directory import SUMMARY
@@ -77,8 +77,7 @@ def export(trained: Trained, output: Path) -> None:
         partial.rename(output)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise StorageError(f"{output} cannot be written ({reason})", "free space or choose another output") from error
+        raise StorageError(f"{output} cannot be written ({error})", "free space or choose another output") from error
 
 
 def check_output(output: Path) -> None:

@@ -27,7 +27,10 @@ def prompts(config: GenerateConfig) -> Iterator[GenerateConfig]:
 
 
 class Printer(TextStreamer):
-    """Prints samples word by word while they grow. Its "tokenizer" is a :class:`Trained`."""
+    """Prints samples word by word while they grow."""
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)  # type: ignore[arg-type]  # of a tokenizer it needs `decode` alone
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print through :func:`say`, which a closed pipe does not stop."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from linrnn.core.errors import StorageError
+from linrnn.core.files import storing
 
 
 @contextlib.contextmanager
@@ -25,11 +25,9 @@ def trace(profile_steps: int, path: Path, skip: int) -> Iterator[Callable[[], No
         return
 
     def export(profiler: torch.profiler.profile) -> None:
-        try:
+        with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            raise StorageError(f"the trace {path} cannot be written ({error})", "free disk space") from error
 
     warmup = min(1, skip)
     schedule = torch.profiler.schedule(wait=skip - warmup, warmup=warmup, active=profile_steps, repeat=1)
@@ -47,16 +45,12 @@ def memory_snapshot(path: Path) -> Iterator[None]:
         StorageError: the snapshot cannot be written.
     """
     torch.cuda.memory._record_memory_history(max_entries=200_000)
-    failed = True
     try:
         yield
-        failed = False
     finally:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
-        except OSError as error:
-            if not failed:  # the block's own error matters more
-                raise StorageError(f"the snapshot {path} cannot be written ({error})", "free disk space") from error
+            with storing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(path))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

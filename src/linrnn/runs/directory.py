@@ -13,11 +13,10 @@ from typing import Any
 from linrnn.config.naming import HORIZON
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import ConfigError, LinrnnError
-from linrnn.core.files import read_object, write_text
+from linrnn.core.files import read_object, storing, write_text
 from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
-from linrnn.runs.metrics import storing
 from linrnn.runs.origins import Process, read_processes, settled
 
 CONFIG = "config.yaml"

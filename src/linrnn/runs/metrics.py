@@ -1,6 +1,5 @@
 """Metrics: their names and units, the arithmetic behind them, and metrics.jsonl, a run's source of truth."""
 
-import contextlib
 import errno
 import json
 import math
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.core.dates import utc_now
-from linrnn.core.errors import DataError, StorageError
-from linrnn.core.files import whole_lines, write_bytes
+from linrnn.core.errors import DataError
+from linrnn.core.files import storing, whole_lines, write_bytes
 
 # Every metric with its description and unit. A loss backend's own metrics (from rank 0's last micro-step) are named
 # `loss/…` and are not listed here.
@@ -157,17 +156,3 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def finite(value: float | int | None) -> float | int | None:
     """`value`; None for NaN and infinities, which strict JSON cannot express."""
     return value if value is not None and math.isfinite(value) else None
-
-
-@contextlib.contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Name the file that is written here, if that fails.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        remedy = "free disk space or choose another results_dir, then resume"
-        raise StorageError(f"{path} cannot be written ({error.strerror})", remedy) from error
