@@ -1,4 +1,7 @@
-"""`target_weights`: several weighted targets a row. cases.CASES has them with every option, at twice torch's error."""
+"""Weights of rows (`token_weights`) and of several targets a row (`target_weights`).
+
+cases.CASES has both with every option, at twice torch's error.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,8 +20,84 @@ from torch import Tensor
 VOCAB = 391
 ROWS = 200
 FOUR, ONE_CHUNK, CHUNKS = 0, 256, 128  # products; or three, in chunks of so many rows
+SMALL = Case("weights", shape=(50,), dim=24, vocab=300)
+PATHS = {"recomputed": {}, "filter": {"filter_eps": 2.0**-6}, "tail": {"filter_eps": 2.0**-6, "filter_unbiased": True}}
 
 
+def scheme(rows: int) -> AbstractContextManager[None]:
+    return three_products(rows) if rows else nullcontext()
+
+
+def weights_like(targets: torch.Tensor) -> torch.Tensor:
+    return torch.randn(targets.shape, generator=torch.Generator().manual_seed(3)).to(targets.device)
+
+
+@devices
+@pytest.mark.parametrize("options", PATHS.values(), ids=PATHS)
+def test_weights_are_upstream_gradients_of_row_losses(options, device):
+    e, c, targets, _ = draw(SMALL, device)
+    weights = weights_like(targets)
+    rows = linear_cross_entropy(e, c, targets, reduction="none", **options)
+    want = gradients((weights * rows).sum(), (e, c))
+    loss = linear_cross_entropy(e, c, targets, reduction="sum", token_weights=weights, **options)
+    weighted = weights.double() * rows.double()
+    weighted[targets == IGNORE] = 0
+    assert (loss - weighted.sum()).abs() < 1e-6 * weighted.abs().sum()
+    for grad, wanted in zip(gradients(loss, (e, c)), want, strict=True):
+        assert error(grad, wanted) < 1e-6
+    weighted = linear_cross_entropy(e, c, targets, reduction="none", token_weights=weights, **options)
+    assert torch.equal(weighted, torch.where(targets == IGNORE, 0, weights * rows))
+
+
+@devices
+@pytest.mark.parametrize("rows", [FOUR, CHUNKS])
+def test_weights_of_1_and_calls_again_give_the_same_bits(rows, device):
+    if rows and device == "cpu" and not INTERPRETED:
+        rows = FOUR  # blockwise torch has one scheme
+    e, c, targets, _ = drawn(device)
+    targets = targets[:, 0]
+
+    def results(**weights):
+        with scheme(rows):
+            loss = linear_cross_entropy(e, c, targets, label_smoothing=0.1, z_loss=1e-3, **weights)
+            return [loss, *gradients(loss, (e, c))]
+
+    plain, ones, again, twos = (
+        results(**{} if x is None else {"token_weights": torch.full(targets.shape, x, device=device)})
+        for x in (None, 1.0, 1.0, 2.0)
+    )
+    for a, b, once_more, of_twos in zip(plain, ones, again, twos, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, once_more)
+        assert torch.equal(of_twos, b)  # a mean
+
+
+@devices
+def test_weights_that_sum_to_0_give_no_mean_and_no_gradients(device):
+    e, c, targets, _ = draw(SMALL, device)
+    weights = torch.where(torch.arange(50, device=device) % 2 == 0, 1.0, -1.0)
+    targets[:] = targets.clamp(min=0)
+    for given in (torch.zeros(50, device=device), weights):
+        loss, metrics = linear_cross_entropy(e, c, targets, token_weights=given, return_metrics=True)
+        assert loss == 0
+        assert not any(grad.any() for grad in gradients(loss, (e, c)))
+        assert metrics["entropy"] > 0  # metrics have no weights
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_16_bits_with_any_strides(dtype, device):
+    e, c, targets, _ = draw(Case("strided", shape=(5, 9), dim=24, vocab=300), device)
+    weights = weights_like(targets).to(dtype)
+    want = linear_cross_entropy(e, c, targets, token_weights=weights.float(), shift=1, reduction="sum")
+    for given in (weights, weights.T.contiguous().T):
+        assert torch.equal(linear_cross_entropy(e, c, targets, token_weights=given, shift=1, reduction="sum"), want)
+    of_columns = linear_cross_entropy(e, c, targets, token_weights=weights[:1].expand(5, 9), reduction="none")
+    rows = linear_cross_entropy(e, c, targets, reduction="none")
+    assert torch.equal(of_columns, torch.where(targets == IGNORE, 0, rows * weights[:1].float()))
+
+
+# several targets a row
 def drawn(device: str, k: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """e, c, and targets and weights (ROWS, K). Some are ignored, many rows share one, one row has one five times."""
     case = Case("soft", shape=(ROWS,), vocab=VOCAB, dtype=BF16, peak=4, several=k)
@@ -34,10 +113,6 @@ def dense(e: Tensor, c: Tensor, targets: Tensor, weights: Tensor, bias: Tensor |
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     soft = torch.zeros_like(z).scatter_add(1, targets.clamp(min=0), weights.masked_fill(targets == IGNORE, 0).to(z))
     return F.cross_entropy(z, (1 - s) * soft + s * soft.mean(dim=1, keepdim=True), reduction="none")
-
-
-def scheme(rows: int) -> AbstractContextManager[None]:
-    return three_products(rows) if rows else nullcontext()
 
 
 @kernels
@@ -95,15 +170,28 @@ def test_one_target_is_one_with_token_weights_and_calls_give_the_same_bits(rows,
 
 
 @devices
-def test_a_target_outside_the_vocabulary_makes_its_row_nan(device):
+@pytest.mark.parametrize("kind", ["plain", "weighted", "several"])
+def test_a_target_outside_the_vocabulary_makes_its_row_nan_at_any_weight(device, kind):
     """On a GPU nothing may wait for the targets. CPU calls raise instead."""
-    e, c, targets, weights = drawn(device)
-    *inputs, call = of_operator(e, c, targets, target_weights=weights, reduction="none", return_metrics=False)
+    e, c, targets, _ = draw(Case("outside", shape=(6,), ignored=0), device)
+    targets[5] = IGNORE
+    weights = {"weights": torch.tensor([1.0, -1.0, 0.0, 2.0, 3.0, torch.nan], device=device)}
+    if kind == "several":
+        targets, weights = targets[:, None].repeat(1, 2), {"target_weights": torch.ones(6, 2, device=device)}
+    weights = {} if kind == "plain" else weights
+    *inputs, call = of_operator(e, c, targets, reduction="none", return_metrics=False, **weights)
     x = Inputs(*inputs)
-    x.every_weight[2, 3], x.weights[2] = torch.nan, torch.nan
-    rows, *_ = cross_entropy(x, Call.of(call))
-    assert rows.isnan().nonzero().tolist() == [[2]]
-    assert not rows[11].any()
+    if kind == "several":  # as arguments.py has it
+        x.every_weight[[2, 4], 1] = x.weights[[2, 4]] = torch.nan
+    else:
+        x.targets[2], x.targets[4] = c.shape[0], -1
+    rows, lse, _ = cross_entropy(x, Call.of(call))
+    assert rows.isnan().tolist() == [False, False, True, False, True, False]
+    assert rows[5] == 0
+    assert lse.isfinite().all()
+    grad_e, _ = torch.autograd.grad(rows.nansum(), (e, c))
+    assert not grad_e[5].any()
+    assert grad_e[[0, 1, 3]].isfinite().all()
 
 
 @devices
