@@ -1,6 +1,6 @@
-"""Every kernel, as the launchers call it, compiles for Hopper (sm_90) within its resources. No GPU is needed.
+"""Every kernel, as the launchers call it, compiles for every architecture within its resources. No GPU is needed.
 
-Other architectures: test_architectures.py.
+For Hopper (9.0) every branch of every kernel, with every tile of Hopper's row.
 """
 
 import os
@@ -14,11 +14,24 @@ from cases import BF16, FP32, Case
 
 pytest.importorskip("triton")
 
-from cce_kernels.runtime.tiles import HOPPER
-from compiling import EVERYTHING, LARGE, OF_THE_TABLE, PLAIN, Plan, check_resources, launch_all, launch_lists
+from cce_kernels.runtime.devices import SHARED_KIB
+from cce_kernels.runtime.tiles import HOPPER, row_for, target
+from compiling import (
+    EVERYTHING,
+    LARGE,
+    OF_THE_TABLE,
+    PLAIN,
+    SHORT_ROWS,
+    Plan,
+    check_resources,
+    launch_all,
+    launch_lists,
+)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
-SHARED_MEMORY_BYTES = 227 * 1024  # of one multiprocessor, for one program
+# Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications by compute
+# capability).
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
 def small(name: str, dim: int = 512, **more: Any) -> Case:
@@ -50,8 +63,7 @@ def shards(softcap: float | None, with_metrics: bool) -> None:
     with_triton.settle(every, columns[:4], 1, columns, rows, gradient, Options(softcap=softcap))
 
 
-# Together: every branch of every kernel, with every tile of Hopper's row.
-CASES: dict[str, Callable[[], None]] = {
+ON_HOPPER: dict[str, Callable[[], None]] = {
     **{f"recomputed {case}": partial(launch_all, case) for case in RECOMPUTED},
     "fp32 gradients": partial(launch_all, RECOMPUTED[0], dtypes=(FP32, FP32)),
     **{
@@ -101,16 +113,31 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
+# The others are the same everywhere: with pointers and with TMA is enough.
+ELSEWHERE: dict[str, Callable[[], None]] = OF_THE_TABLE | {
+    "lists": partial(launch_lists, BF16, unbiased=True, mass=None),
+    "fp32": partial(launch_all, RECOMPUTED[-1]),
+    "stored-rows": partial(launch_all, SHORT_ROWS, rows=256, return_lse=True),
+}
+CASES = {80: ELSEWHERE, 90: ON_HOPPER, 100: OF_THE_TABLE, 120: ELSEWHERE}
+
+
 @cache
-def plan() -> Plan:
-    return Plan(90, CASES)
+def plan(capability: int) -> Plan:
+    return Plan(capability, CASES[capability], LARGE if capability == 100 else None)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernels_compile_for_hopper_within_its_resources(case):
-    for launch, kernel in plan().compile(case):
+@pytest.mark.parametrize(("capability", "case"), [(target, case) for target, cases in CASES.items() for case in cases])
+def test_kernels_compile_and_fit(capability, case):
+    # Triton writes the same PTX for 8.0, 8.6 and 8.9. So one compilation must fit the least memory of the three.
+    shared = min(SHARED_BYTES[c] for c in ((80, 86, 89) if capability == 80 else (capability,)))
+    for launch, kernel in plan(capability).compile(case):
         name, ptx = launch.name, kernel.asm["ptx"]
-        check_resources(launch, kernel, SHARED_MEMORY_BYTES, HOPPER)
+        check_resources(launch, kernel, shared, row_for(target(capability)))
+        if capability < 90:  # Triton turns descriptors into pointers
+            assert "cp.async.bulk" not in ptx, name
+        if capability != 90:
+            continue
         if name.removeprefix("hopper_") in LARGE:
             assert "cp.async.bulk.tensor" in ptx, f"{name}: operands do not come through TMA"
             assert ("wgmma" in ptx) != launch.full_precision, name
@@ -146,14 +173,35 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", LAUNCHED)
 def test_a_case_launches_the_kernels_that_are_meant_for_it(case):
     among, absent = ({f"{name}_kernel" for name in names} for names in LAUNCHED[case])
-    launched = {launch.name for launch in plan().launches[case]}
+    launched = {launch.name for launch in plan(90).launches[case]}
     assert among <= launched
     assert not absent & launched
 
 
 def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products():
-    products = [launch for launch in plan().launches["fp32 gradients"] if launch.name == "product_kernel"]
+    products = [launch for launch in plan(90).launches["fp32 gradients"] if launch.name == "product_kernel"]
     assert products
     for launch in products:
         assert launch.value("out_ptr").dtype == FP32
         assert not launch.full_precision
+
+
+@pytest.mark.parametrize("capability", [80, 100, 120])
+def test_what_is_compiled_takes_every_path_that_is_launched(capability):
+    candidates, chosen = plan(capability).candidates, plan(capability).chosen
+    assert {path for launch in chosen for path in launch.paths()} == {
+        p for launch in candidates for p in launch.paths()
+    }
+    assert {launch.name for launch in candidates} >= set(LARGE)
+    assert 10 < len(chosen) < 0.6 * len(candidates)
+
+
+def test_the_table_goes_by_the_shared_memory_that_devices_have():
+    assert {capability: SHARED_KIB[capability] * 1024 for capability in SHARED_BYTES} == SHARED_BYTES
+
+
+def test_a_device_of_a_known_kind_with_less_shared_memory_gets_smaller_tiles():
+    large = target(100)
+    assert row_for(large._replace(shared_memory=100_000)) == row_for(target(120))
+    assert row_for(target(90)) is HOPPER
+    assert row_for(large) != HOPPER
