@@ -1,7 +1,9 @@
 """Tests that run on CPU tensors, blockwise and by the kernels in Triton's interpreter, and on a GPU; and ranks."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ MARKS = [
     pytest.mark.skipif(BROKEN, reason="Triton 3.6's interpreter fails with numpy 2.4"),
 ]
 _ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+EXAMPLES = Path(__file__).resolve().parents[2] / "kernels" / "examples"
 PLACES = {"cpu": ("cpu", []), "interpreter": ("cpu", MARKS), "cuda": ("cuda", _ON_GPU)}
 
 
@@ -53,6 +56,14 @@ def devices_with(
         for value in of_place[place]
     ]
     return pytest.mark.parametrize(("device", name), cases)
+
+
+def load_example(name: str) -> Any:
+    """A file of kernels/examples as a module of its own."""
+    spec: Any = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_ranks(

@@ -14,9 +14,10 @@ from linrnn.models import cpu_ops
 from linrnn.models.attention import with_sdpa
 
 VOCAB = 96
-DENSE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SMALL = DENSE | TOKENS | {"num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 EXTRA = {
     "Gemma": {"head_dim": 8},

@@ -1,7 +1,6 @@
 """Every file of kernels/examples trains a tiny model, and its loss comes from this package."""
 
 import importlib
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -13,22 +12,15 @@ import torch
 from cce_kernels import api, log_probs
 from cce_kernels.huggingface import trl
 from cce_kernels.options import Inputs
+from everywhere import EXAMPLES, load_example
 from torch import nn
 
-FOLDER = Path(__file__).resolve().parents[3] / "kernels" / "examples"
 TRAINING = (
     "plain_loop", "multi_token_prediction", "next_tokens", "topk_distillation", "fla_criterion", "hf_trainer",
     "trl_sft", "lightning_module",
 )  # fmt: skip
 POLICIES = ("trl_dpo", "trl_grpo")
 OTHERS = ("flame_backend", "torchtitan_loss")
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -51,14 +43,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_example_is_short_and_tried():
-    files = {path.stem: path.read_text().splitlines() for path in FOLDER.glob("*.py")}
+    files = {path.stem: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
     assert files.keys() == {*TRAINING, *POLICIES, *OTHERS}
     for name, lines in files.items():
         assert len(lines) <= 30, f"{name}: {len(lines)} lines"
 
 
 def trains(name: str, device: str, calls: list[str], folder: Path) -> None:
-    main: Callable[..., list[float]] = load(name).main
+    main: Callable[..., list[float]] = load_example(name).main
     where = {"folder": str(folder)} if "folder" in inspect.signature(main).parameters else {}
     losses = main(device=device, **where)
     assert len(losses) == 5
@@ -87,7 +79,7 @@ def test_a_policy_trains_with_these_log_probabilities_on_a_gpu(name, calls, tmp_
     """The loss of a policy says little; tests/kernels/huggingface/test_trl.py compares it with TRL's own."""
     utils = importlib.import_module("trl.trainer.utils")
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)  # restored after the test
-    losses = load(name).main(device="cuda", folder=str(tmp_path))
+    losses = load_example(name).main(device="cuda", folder=str(tmp_path))
     assert len(set(losses)) == 5
     assert all(map(math.isfinite, losses))
     if name == "trl_dpo":
@@ -100,7 +92,7 @@ def test_flames_file_registers_the_backend():
     registries = importlib.import_module("fla.backends")._function_registries
     of_fla = importlib.import_module("fla.modules.fused_linear_cross_entropy.ops")
     registry = registries[inspect.unwrap(of_fla.fused_linear_cross_entropy_fwd)]
-    load("flame_backend")
+    load_example("flame_backend")
     assert registry.get_active().backend_type == "cce"
     del registry._backends["cce"]
 
@@ -108,7 +100,7 @@ def test_flames_file_registers_the_backend():
 def test_torchtitans_loss_is_its_chunked_one():
     """torchtitan is in no extra: it needs an older `datasets` than linrnn."""
     losses = pytest.importorskip("torchtitan.components.loss")
-    config = load("torchtitan_loss").CceLoss.Config(workspace_mib=64)
+    config = load_example("torchtitan_loss").CceLoss.Config(workspace_mib=64)
     ours, theirs = config.build(), losses.ChunkedLossWrapper.Config(num_chunks=2).build()
     torch.manual_seed(0)
     head, states, labels = nn.Linear(16, 50, bias=False), torch.randn(2, 8, 16), torch.randint(50, (2, 8))

@@ -1,7 +1,6 @@
 """TRL's SFT, DPO and GRPO trainers with this package: TRL's own losses, gradients and metrics."""
 
 import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,8 @@ import pytest
 import torch
 from cce_kernels.huggingface import trl
 from cce_kernels.huggingface.trl import FusedHead
+from everywhere import load_example
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "kernels" / "examples"
 OPTIONAL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OUTPUTS = [("log_probs", *names) for count in range(5) for names in itertools.combinations(OPTIONAL, count)]
 METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "logits/chosen", "logps/rejected", "reward_std")
@@ -56,7 +55,7 @@ def test_no_scored_token(utils):
 
 def sft(folder: str) -> None:
     """TRL's own trainer on the model and the data of the example, as far as it goes."""
-    example = load("trl_sft")
+    example = load_example("trl_sft")
     own = example.SFTTrainer
 
     class Stop(Exception):
@@ -71,17 +70,10 @@ def sft(folder: str) -> None:
         example.main(folder, "cpu")
 
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 RUNS: dict[str, Callable[[str], Any]] = {
     "sft": sft,
-    "dpo": lambda folder: load("trl_dpo").main(folder, "cpu"),
-    "grpo": lambda folder: load("trl_grpo").main(folder, "cpu"),
+    "dpo": lambda folder: load_example("trl_dpo").main(folder, "cpu"),
+    "grpo": lambda folder: load_example("trl_grpo").main(folder, "cpu"),
 }
 
 
@@ -120,7 +112,7 @@ def test_a_run_is_trls_own(name, tmp_path, monkeypatch, utils):
     assert set(want[0]) == set(expected)
     assert len(calls) >= 5
     if name == "sft":
-        assert load("trl_sft").main(str(tmp_path), "cpu") == pytest.approx([x["loss"] for x in want], rel=1e-3)
+        assert load_example("trl_sft").main(str(tmp_path), "cpu") == pytest.approx([x["loss"] for x in want], rel=1e-3)
     if name == "grpo":
         assert all(entry["reward_std"] > 0 for entry in want)
 
