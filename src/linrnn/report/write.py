@@ -73,12 +73,10 @@ def make_report(config: ReportConfig) -> list[Path]:
     groups = {directory: None} if committed else {directory: None, results / config.max_batch_group: None}
     answers = [answer for group in groups for answer in read_max_batches(group)]
     output, targets = Path(config.output_dir or results / REPORTS / config.group), read_targets(directory)
-    if committed:
-        return write_pages(runs, output, config.group, targets, answers)
-    if not config.output_dir:
+    if not committed and not config.output_dir:
         _keep_other_runs(output, runs)
-    paths = write_report(runs, output, config.group, targets, answers)
-    if (directory / TARGETS).exists():
+    paths = write_report(runs, output, config.group, targets, answers, rows=not committed)
+    if not committed and (directory / TARGETS).exists():
         write_text(output / TARGETS, (directory / TARGETS).read_text(encoding="utf-8"))
         paths.append(output / TARGETS)
     return paths
@@ -103,39 +101,30 @@ def write_report(
     title: str,
     targets: Sequence[Target] = (),
     max_batches: Sequence[dict[str, Any]] = (),
-) -> list[Path]:
-    """Write the pages of :func:`write_pages`, and the rows from which they can be written again.
-
-    The rows are runs.json.xz (environments, summaries and every logged step), and the largest batches of the same
-    models and sizes.
-    """
-    paths = [*write_pages(runs, directory, title, targets, max_batches), write_committed(runs, directory)]
-    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
-    if answers := [answer for answer in max_batches if (answer["model"], answer["size"]) in kinds]:
-        write_json(directory / MAX_BATCHES, answers)
-        paths.append(directory / MAX_BATCHES)
-    return paths
-
-
-def write_pages(
-    runs: Sequence[Run],
-    directory: Path,
-    title: str,
-    targets: Sequence[Target] = (),
-    max_batches: Sequence[dict[str, Any]] = (),
+    *,
+    rows: bool = True,
 ) -> list[Path]:
     """Write report.md, report.html and the plots that the runs allow. Returns the paths, report.md first.
 
     Args:
         targets: those of a sweep's file; empty: the report judges nothing.
         max_batches: as :mod:`linrnn.report.runs` reads them.
+        rows: also write what the report can be made from again: runs.json.xz (environments, summaries and every logged
+            step), and the largest batches of the same models and sizes.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pictures = [save(figure, directory / name) for name, figure in _figures(runs, targets)]
     text = in_markdown(runs, title, targets, max_batches, pictures)
     write_text(directory / "report.md", text)
     write_text(directory / "report.html", to_html(title, text, directory))
-    return [directory / "report.md", directory / "report.html", *pictures]
+    paths = [directory / "report.md", directory / "report.html", *pictures]
+    kinds = {(run.summary["model"], run.summary["size"]) for run in runs}
+    if rows:
+        paths.append(write_committed(runs, directory))
+    if rows and (answers := [answer for answer in max_batches if (answer["model"], answer["size"]) in kinds]):
+        write_json(directory / MAX_BATCHES, answers)
+        paths.append(directory / MAX_BATCHES)
+    return paths
 
 
 # ---------------------------------------------------------------------------------------------------------- the text
