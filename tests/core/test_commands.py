@@ -8,7 +8,7 @@ import pytest
 
 from linrnn.commands import COMMANDS
 from linrnn.config.manual import WIDTH
-from linrnn.core.output import as_started, python
+from linrnn.core.output import as_started
 from linrnn.runs import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,14 +52,3 @@ def test_printed_commands_are_of_the_kind_that_was_typed(monkeypatch):
     assert environment.command_line() == "linrnn train model=gla"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert environment.command_line() == "torchrun --nproc-per-node=2 -m linrnn train model=gla"
-
-
-def test_every_printed_command_names_the_interpreter_in_one_way(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
-    assert python() == ".venv/bin/python"
-    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / ".venv"))
-    assert python() == "python", "its environment is active"
-    monkeypatch.setattr(sys, "argv", ["linrnn sweep"])
-    assert as_started(".venv/bin/python scripts/report.py group=x") == "linrnn report group=x"

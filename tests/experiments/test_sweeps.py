@@ -18,7 +18,6 @@ import torch
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
 from linrnn.core.machine import SHARED_GPU
-from linrnn.core.output import python
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
 from linrnn.experiments.points import START_SECONDS, Point, foresee, write_summary
@@ -98,7 +97,7 @@ def test_running_again_runs_only_what_has_no_answer(make_points):
     said: list[str] = []
     _judge(points[:2], said.append)  # a point that does not fit into memory is an outcome, no failure
     assert said[0] == "1 finished, 1 out_of_memory; retry=true repeats out_of_memory and diverged"
-    assert said[1].startswith(f"compare the runs: {python()} scripts/report.py group={points[0].config.group} ")
+    assert said[1].startswith(f"compare the runs: python scripts/report.py group={points[0].config.group} ")
     with pytest.raises(SweepFailure, match="1 of 3 points did not finish: seed=2") as failure:
         _judge(points, print)
     assert failure.value.exit_code == 8

@@ -5,11 +5,10 @@ import io
 import os
 import re
 import sys
-from pathlib import Path
 from typing import TextIO
 
 PROGRAM = "linrnn"
-_SCRIPT = re.compile(r"(?:(?:\S*/)?python[\d.]* )?(?:scripts/(\w+)|\b(train))\.py\b")
+_SCRIPT = re.compile(r"(?:python )?(?:scripts/(\w+)|\b(train))\.py\b")
 
 
 def open_streams() -> None:
@@ -45,13 +44,6 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 def is_program() -> bool:
     """Whether this process is `linrnn COMMAND`, and not a script of the repository."""
     return sys.argv[0].startswith(f"{PROGRAM} ")
-
-
-def python() -> str:
-    """The interpreter as a user types it: `python`, or its path below here if its environment is not active."""
-    here = Path(sys.executable)
-    inactive = here.is_relative_to(Path.cwd()) and not os.environ.get("VIRTUAL_ENV")
-    return str(here.relative_to(Path.cwd())) if inactive and not is_program() else "python"
 
 
 def as_started(text: str) -> str:

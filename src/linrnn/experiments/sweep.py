@@ -25,7 +25,7 @@ from linrnn.core.errors import (
 )
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
-from linrnn.core.output import as_started, python
+from linrnn.core.output import as_started
 from linrnn.experiments.launching import launch
 from linrnn.experiments.points import (
     ANSWERS,
@@ -309,7 +309,7 @@ def _judge(points: Sequence[Point], say: Say) -> None:
     if "finished" in statuses.values():
         for results, group in dict.fromkeys((point.config.results_dir, point.config.group) for point in points):
             place = "" if results == "results" else f" {shlex.quote(f'results_dir={results}')}"
-            say(as_started(f"compare the runs: {python()} scripts/report.py group={group}{place}"))
+            say(as_started(f"compare the runs: python scripts/report.py group={group}{place}"))
     if {*statuses.values()} == {"unsupported"}:
         raise UnsupportedError(
             f"none of {len(points)} points can run here", "the lines above say why; change the points or the machine"
