@@ -160,8 +160,8 @@ def test_two_processes_do_not_share_a_run_directory(command, small):
 def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(command, small, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for place, cause in (("file", "is a file"), ("file/below/it", "is a file"), ("link", "is a link to nothing")):
-        with pytest.raises(StorageError, match=cause):
+    for place in ("file", "file/below/it", "link"):
+        with pytest.raises(StorageError, match="is a file or a broken link"):
             check_outputs(load_config(small(f"results_dir={tmp_path}/{place}")))
     check_outputs(load_config(small(f"results_dir={tmp_path}/not/yet/there")))
     assert not (tmp_path / "not").exists()

@@ -103,13 +103,9 @@ def check_outputs(config: Any) -> None:
     for key, owner, field in fields_of(config):
         if field.metadata.get("path") != "written" or getattr(owner, field.name) is None:
             continue
-        there = Path(getattr(owner, field.name)).absolute()
-        while not os.path.lexists(there):
-            there = there.parent
-        wrong = (
-            (there.is_symlink() and not there.exists() and "is a link to nothing")
-            or (not there.is_dir() and "is a file, not a directory")
-            or (not os.access(there, os.W_OK | os.X_OK) and "may not be written")
-        )
-        if wrong:
-            raise StorageError(f"{key}: {there} {wrong}", f"choose another {key}")
+        place = Path(getattr(owner, field.name)).absolute()
+        there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            raise StorageError(f"{key}: {there} is a file or a broken link, not a directory", f"choose another {key}")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise StorageError(f"{key}: {there} may not be written", f"choose another {key}")
