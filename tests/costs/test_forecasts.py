@@ -1,6 +1,5 @@
 """Forecasts for a GPU that is not here, against every committed run of 350M and 1.3B parameters on H100 and H200."""
 
-import dataclasses
 import json
 import lzma
 from collections.abc import Iterator
@@ -106,14 +105,7 @@ def test_a_search_is_foreseen_without_a_gpu():
     assert f"estimated for NVIDIA H100 80GB HBM3 with 79.2 GiB: {answer.foreseen} sequences" in said
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        lambda: make_training_plan(load_config(["gpu=h100", "logger.wandb.mode=disabled"])),
-        lambda: find_max_batch(dataclasses.replace(FindMaxBatchConfig(), gpu="h100"), [], print),
-    ],
-)
-def test_a_gpu_is_named_for_a_forecast_alone(refused):
+def test_a_gpu_is_named_for_a_forecast_alone():
     with pytest.raises(ConfigError, match="gpu=h100 names the GPU of a forecast") as error:
-        refused()
+        make_training_plan(load_config(["gpu=h100", "logger.wandb.mode=disabled"]))
     assert "dry_run=true" in error.value.remedy

@@ -111,8 +111,6 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         LinrnnError: the run cannot be made here, a probe failed for another reason than memory, or an earlier probe was
             made in another environment.
     """
-    if config.gpu and not config.dry_run:
-        raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
     if config.gpu:
         overrides = [*overrides, f"gpu={config.gpu}"]
         there = costs.GPUS[config.gpu].memory_bytes / GIB
@@ -130,10 +128,9 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         "logger.wandb.mode=disabled",
         "logger.picture=false",
     ]
-    run = point_of(of_probes, ranks).config
-    unit = ranks // run.parallel.data_ranks(ranks)  # trainer.batch_size of one sequence a rank
-    trainer = dataclasses.replace(run.trainer, batch_size=unit)
-    of_one = dataclasses.replace(run, trainer=trainer, dry_run=config.dry_run)
+    of_one = point_of(of_probes, ranks).config
+    unit = ranks // of_one.parallel.data_ranks(ranks)  # trainer.batch_size of one sequence a rank
+    of_one.trainer.batch_size, of_one.dry_run = unit, config.dry_run
     if config.dry_run:
         foreseen = _look_ahead(of_one, config)[1]
         where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
@@ -196,13 +193,12 @@ def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int |
     with as_first_of(ranks):
         plan = make_training_plan(of_one)
         on_gpu, arch = plan.device.type == "cuda", plan.architecture(vocabulary_size(of_one.data))
-    foreseen = largest_batch(plan, arch, budget * GIB, of_one.trainer.batch_size)
-    if config.dry_run:
-        return on_gpu, foreseen, {}
-    if on_gpu:
-        check_gpus(ranks, torch.cuda.device_count())
-        check_memory_budget(budget, plan.device)
-    with as_first_of(ranks):
+        foreseen = largest_batch(plan, arch, budget * GIB, of_one.trainer.batch_size)
+        if config.dry_run:
+            return on_gpu, foreseen, {}
+        if on_gpu:
+            check_gpus(ranks, torch.cuda.device_count())
+            check_memory_budget(budget, plan.device)
         check_step_fits(plan, arch)
     if not on_gpu and (there := available_memory()) is not None and ranks * budget * GIB > there:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
