@@ -1,8 +1,7 @@
-"""Compare several GPUs with one, loss and whole steps: `torchrun --nproc-per-node=4 benchmarks/parallel.py`.
+"""Compare training steps on several GPUs with steps on one: `torchrun --nproc-per-node=4 benchmarks/parallel.py`.
 
-Every figure of several GPUs stands beside the same work on one GPU. There all ranks work at once, each for itself. For
-the loss these rounds alternate with the rounds of all ranks together. For steps they come just before, in every repeat.
-Times are medians of the slowest rank's times.
+Every figure of several GPUs stands beside the same work on one GPU, where all ranks work at once, each for itself. It
+comes just before, in every repeat. Times are medians of the slowest rank's times.
 """
 
 import copy
@@ -21,17 +20,17 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.problems import Problem, extra_mib, make_problem, parse_shape, relative_error, step, time_ms
+from benchmarks.problems import time_ms
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import cli, load_config
 from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
-from linrnn.core.errors import ConfigError, DataError, UnsupportedError, ran_out_of_memory
+from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
 from linrnn.core.tables import show
 from linrnn.distributed import DistributedRanks, Launch, Ranks, join, under
-from linrnn.losses import LossBackend, build_loss
+from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
 from linrnn.models.facts import model_in_words
@@ -40,7 +39,6 @@ from linrnn.runs.intervals import Estimate, estimate
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.runtime import resolve_device, resolve_precision, synchronize
 
-MIB = 2**20
 SHARDED = ("fsdp", "vocab")
 
 
@@ -48,21 +46,17 @@ SHARDED = ("fsdp", "vocab")
 class BenchConfig(common.Keys):
     """Keys of the command line."""
 
-    losses: list[str] = option(
-        ["llama_1b3", "gemma2_2b"], "shapes of the loss: gemma2_2b | llama_1b3 | mve | lm_350m | NxDxV; []: none"
-    )
-    models: list[str] = option(["gla/350m", "gla/1b3"], "model/size of training steps; []: none")
+    models: list[str] = option(["gla/350m", "gla/1b3"], "model/size of training steps")
     weak: list[str] = option(
         ["ddp", "fsdp", "vocab"], "values of parallel for weak scaling: batch_size sequences on each rank"
     )
     batch_size: int = option(8, "sequences of each rank", minimum=1)
     seq_len: int = option(2048, "tokens per sequence", minimum=2)
-    rounds: int = option(15, "timed calls of the loss; times are medians", minimum=1)
     steps: int = option(4, "training steps timed together; this is done three times", minimum=1)
     repeats: int = option(
         1, "times that all training steps are measured again; from 5 on the interval decides", minimum=1
     )
-    warmup: int = option(3, "calls and steps before the measured ones, which tune kernels", minimum=1)
+    warmup: int = option(3, "steps before the measured ones, which tune kernels", minimum=1)
     timeout_seconds: float = option(300.0, "s that a rank waits for other ranks before all end", minimum=1, maximum=1e8)
     blocks_together: int = option(1, "parallel.blocks_together of fsdp and vocab", minimum=1)
     keep_gathered: bool = option(False, "parallel.keep_gathered of fsdp and vocab")
@@ -73,30 +67,6 @@ add_command("bench_parallel", BenchConfig)
 
 
 # ----------------------------------------------------------------------------------------------------------- rows
-@dataclass
-class LossRow:
-    """Forward and backward pass of a loss over N tokens, of all ranks together and of one GPU alone."""
-
-    shape: str
-    tokens: int
-    width: int
-    vocabulary: int
-    ranks: int
-    ms: float  # the ranks together
-    ms_alone: float  # one GPU that does everything
-    ms_shard: float  # one GPU that does a rank's share alone: all tokens, a rank's rows of the head
-    mib: float | None  # memory of a rank beyond inputs and gradients
-    mib_alone: float | None
-    efficiency: float  # ms_alone / (ranks x ms)
-    error_hidden: float  # relative errors of rank 0's gradients against one GPU's
-    error_weight: float
-    sent_mib: float | None = None  # by each rank, from formulas; of committed rows alone
-    run: str = ""
-
-    status: ClassVar[str] = "ok"
-    file: ClassVar[str] = "loss.jsonl"
-
-
 @dataclass
 class StepRow:
     """Training steps of a model in one repeat."""
@@ -113,7 +83,6 @@ class StepRow:
     step_ms: float
     efficiency: float | None  # tokens/s against as many GPUs alone, in this repeat, with the sequences of `weak`
     gib: float | None  # peak memory of the rank that holds most; null on a CPU
-    sent_gib: float | None = None  # by each rank in a step, from formulas; of committed rows alone
     gib_is_own: bool = True  # false: FSDP's row comes after DDP's, and lacks DDP's gradients that NCCL still held
     blocks_together: int = 1
     keep_gathered: bool = False
@@ -182,58 +151,10 @@ def _setting(row: StepRow) -> tuple[Any, ...]:
     return (row.run, *size, row.method, row.scaling)
 
 
-# ------------------------------------------------------------------------------------------------------- the loss
-def measure_loss(ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device) -> LossRow:
-    """The loss of one shape. The ranks share tokens and head evenly."""
-    shape, dtype, world = parse_shape(name), torch.bfloat16, ranks.world_size
-    whole = _of_first(make_problem(shape, "peaked", dtype, device, seed=0))
-    here = under(_parallel("vocab", config), *ranks.joined)
-    shards = -(-shape.v // world)
-    rows = slice(ranks.rank * shards, min((ranks.rank + 1) * shards, shape.v))
-    tokens = slice(ranks.rank * shape.n // world, (ranks.rank + 1) * shape.n // world)
-    weight = whole.weight_VD.detach()[rows].clone()
-    own = Problem(_leaf(whole.hidden_ND[tokens]), _leaf(weight), whole.labels_N[tokens], dtype)
-    local = Problem(_leaf(whole.hidden_ND), _leaf(weight), whole.labels_N.remainder(len(weight)), dtype)
-    loss_config = load_config(["loss=cce_kahan"]).loss
-    alone = build_loss(loss_config, device=device)
-    together = build_loss(loss_config, device=device, vocabulary=here.vocabulary(shape.v))
-    calls: dict[str, tuple[LossBackend, Problem]] = {
-        "alone": (alone, whole), "shard": (alone, local), "together": (together, own)
-    }  # fmt: skip
-    for _ in range(config.warmup):
-        for loss, problem in calls.values():
-            step(loss, problem)
-    (true_hidden, true_weight), (hidden, weight_grad) = whole.gradients(), own.gradients()
-    errors = (
-        relative_error(hidden / world, true_hidden[tokens].double()),
-        relative_error(weight_grad / world, true_weight[rows].double()),
-    )
-    memory = {key: extra_mib(partial(step, *calls[key]), calls[key][1]) for key in ("alone", "together")}
-    times: dict[str, list[float]] = {key: [] for key in calls}
-    for _ in range(config.rounds):
-        for key, (loss, problem) in calls.items():
-            times[key].append(_slowest(ranks, partial(step, loss, problem), device))
-    ms = {key: median(values) for key, values in times.items()}
-    return LossRow(
-        name, shape.n, shape.d, shape.v, world, ms["together"], ms["alone"], ms["shard"], memory["together"],
-        memory["alone"], ms["alone"] / (world * ms["together"]), *errors,
-    )  # fmt: skip
-
-
-def _of_first(problem: Problem) -> Problem:
-    """Rank 0's tensors on every rank, because GPUs may draw different ones."""
-    for tensor in (problem.hidden_ND, problem.weight_VD, problem.labels_N):
-        dist.broadcast(tensor.detach(), 0)
-    return problem
-
-
+# ------------------------------------------------------------------------------------------------------ measuring
 def _times(count: int, action: Callable[[], object]) -> None:
     for _ in range(count):
         action()
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
 
 
 def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
@@ -251,7 +172,6 @@ def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device:
     return ranks.largest(1e3 * (time.perf_counter() - begun))[0]
 
 
-# ---------------------------------------------------------------------------------------------------- whole steps
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device, tell: Callable[[str], None]
 ) -> Iterator[StepRow]:
@@ -336,18 +256,6 @@ def _parallel(mode: str, config: BenchConfig) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- page
-LOSSES: common.Columns = {
-    "N × D × V": lambda row: f"{row.tokens} × {row.width} × {row.vocabulary}",
-    "GPUs": "ranks:d",
-    "ms": "ms:.1f",
-    "ms on one": "ms_alone:.1f",
-    "ms of a shard": "ms_shard:.1f",
-    "efficiency": "efficiency:.2f",
-    "MiB a rank": "mib:.0f",
-    "MiB on one": "mib_alone:.0f",
-    "dE": "error_hidden:.1e",
-    "dC": "error_weight:.1e",
-}
 STEPS: common.Columns = {
     "model": lambda row: f"{row.first.model} {row.first.size}",
     "parallel": lambda row: row.first.method,
@@ -363,21 +271,12 @@ STEPS: common.Columns = {
 
 
 def write_report(directory: Path) -> list[Path]:
-    """Write loss.md and steps.md, each if it was measured, and the picture of weak scaling; returns their paths."""
-    paths: list[Path] = []
-    if (directory / LossRow.file).exists():
-        rows = common.last_rows(directory, LossRow, key=repr, name=LossRow.file)
-        title = "The vocabulary-parallel loss"
-        paths += common.write_report(directory, "loss", title, {"All ranks": rows}, LOSSES)
-    if (directory / StepRow.file).exists():
-        steps = [Steps.of(own) for own in common.grouped(read_steps(directory), key=_setting)]
-        picture = weak_scaling(steps, common.devices_of(directory))
-        pictures = {} if picture is None else {"weak_scaling": picture}
-        sections = {own[0].run: own for own in common.grouped(steps, key=lambda row: row.run)}
-        paths += common.write_report(directory, "steps", "Training steps", sections, STEPS, pictures)
-    if not paths:
-        raise DataError(f"no rows under {directory}", "measure them first, with torchrun")
-    return paths
+    """Write steps.md and the picture of weak scaling; returns their paths."""
+    steps = [Steps.of(own) for own in common.grouped(read_steps(directory), key=_setting)]
+    picture = weak_scaling(steps, common.devices_of(directory))
+    pictures = {} if picture is None else {"weak_scaling": picture}
+    sections = {own[0].run: own for own in common.grouped(steps, key=lambda row: row.run)}
+    return common.write_report(directory, "steps", "Training steps", sections, STEPS, pictures)
 
 
 GRAPHED, PLAIN = "with CUDA graphs", "without CUDA graphs"
@@ -409,11 +308,6 @@ def run_benchmark(ranks: Ranks, config: BenchConfig) -> None:
     """Measure. Rank 0 writes every row."""
     if not isinstance(ranks, DistributedRanks):
         raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
-    if uneven := [name for name in config.losses if parse_shape(name).n % ranks.world_size]:
-        raise ConfigError(
-            f"losses: {ranks.world_size} ranks cannot share the tokens of {', '.join(uneven)} evenly",
-            f"use shapes NxDxV with a multiple of {ranks.world_size} for N",
-        )
     if config.cuda_graph and "ddp" in config.weak:
         raise ConfigError("cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "use weak=[fsdp,vocab]")
     device = resolve_device(config.device)
@@ -425,19 +319,13 @@ def run_benchmark(ranks: Ranks, config: BenchConfig) -> None:
         if record is not None:
             say(line)
 
-    def keep(row: Any, line: str) -> None:
-        tell(line)
-        if record is not None:
-            row.run = record.id
-            record.add(row, name=row.file)
-
-    for name in config.losses:
-        loss = measure_loss(ranks, name, config, device)
-        keep(loss, f"loss {name}: {loss.ms:.2f} ms, alone {loss.ms_alone:.2f}")
     for name in config.models:
         for row in measure_steps(ranks, name, config, device, tell):
             told = f"{row.step_ms:.1f} ms, host {show(row.host_ms, '.1f')}, efficiency {show(row.efficiency, '.3f')}"
-            keep(row, f"{name} {row.parallel}: {told}")
+            tell(f"{name} {row.parallel}: {told}")
+            if record is not None:
+                row.run = record.id
+                record.add(row, name=row.file)
 
 
 def main(config: BenchConfig) -> None:

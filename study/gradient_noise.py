@@ -25,12 +25,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.reading import open_reading
-from linrnn.config import load_config
-from linrnn.data import Batch
+from linrnn.config import data_for, load_config, read_config
+from linrnn.data import Batch, BatchesOnce
+from linrnn.inference.load import build, directory_of_tokenizer, open_data
 from linrnn.losses import build_loss
 from linrnn.models.language_model import compute_dtype, loss_inputs
 from linrnn.report.plot_style import COLOURS, subplots
+from linrnn.training import checkpoint
+from linrnn.training.runtime import resolve_device, resolve_precision
 
 BATCHES, SAMPLED, DRAWS = 16, 8, 6  # exact gradients; batches whose gradient is drawn, too; draws of each
 SEQUENCES = (8, 2)  # of a batch
@@ -38,18 +40,22 @@ SEQUENCES = (8, 2)  # of a batch
 
 def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
     """Measure a checkpoint on its validation text: a row for each batch size and set of parameters."""
-    reading = open_reading("checkpoint", source, overrides, "auto")
-    device, dtype = reading.device, compute_dtype(reading.precision)
+    directory, device = checkpoint.required("checkpoint", source), resolve_device("auto")
+    step, config = checkpoint.read_progress(directory).step, read_config(directory / "config.yaml")
+    data = open_data(directory, config.data, data_for(config.data, overrides, directory_of_tokenizer(directory)))
+    precision, seq_len = resolve_precision(config.trainer.precision, device), config.trainer.seq_len
+    shape: dict[str, Any] = {"seq_len": seq_len, "batch_size": config.trainer.batch_size}
+    batches = BatchesOnce(data.valid, max_tokens=None, reset_at_document=config.data.reset_at_document, **shape)
     exact, sampled, compiled = (
-        build_loss(load_config(options).loss, device=device, dtype=dtype)
+        build_loss(load_config(options).loss, device=device, dtype=compute_dtype(precision))
         for options in (["loss=cce_kahan"], ["loss=cce_filter", "loss.filter_if_faster=false"], ["loss=compiled"])
     )
-    model, generator = reading.model.train(), torch.Generator().manual_seed(0)
+    model, generator = build(directory, config, device).train(), torch.Generator().manual_seed(0)
 
     def gradient(loss: Any, batch: Batch, order: Tensor | None = None) -> dict[str, Tensor]:
         """Of the mean loss, fp32; `order` (N,) permutes the tokens on their way into the loss."""
         model.zero_grad(set_to_none=True)
-        hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, reading.precision, device)
+        hidden_ND, weight_VD, labels_N = loss_inputs(model, batch, precision, device)
         if order is not None:
             hidden_ND, labels_N = hidden_ND[order], labels_N[order]
         output = loss(hidden_ND, weight_VD, labels_N)
@@ -62,7 +68,6 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
             "layers": torch.cat([found[name] for name in found if not is_embedding[name]]),
         }
 
-    batches = reading.batches(None)
     for sequences in SEQUENCES:
         total: dict[str, Tensor] = {}  # of exact gradients, over batches; of their squared norms, in fp64
         squares: dict[str, float] = {}
@@ -91,7 +96,7 @@ def noise(source: str, overrides: list[str]) -> Iterator[dict[str, Any]]:
             of_batch = (squares[name] - BATCHES * mean) / (BATCHES - 1)
             sample = sum(scatter[name]) / SAMPLED
             yield {
-                "step": reading.step, "sequences": sequences, "tokens": batch.labels.numel(), "parameters": name,
+                "step": step, "sequences": sequences, "tokens": batch.labels.numel(), "parameters": name,
                 "signal": mean - of_batch / BATCHES, "batch": of_batch, "sample": sample,
                 "bias": sum(bias[name]) / SAMPLED, "rounding": sum(rounding[name]) / SAMPLED,
                 "sample_over_batch": sample / of_batch, "rounding_over_batch": sum(rounding[name]) / SAMPLED / of_batch,

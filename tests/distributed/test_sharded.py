@@ -197,19 +197,14 @@ def test_what_fsdp_cannot_cut_is_refused_once(small, tmp_path):
 
 def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     overrides = (
-        "device=cpu", "losses=[64x32x203]", "models=[gla/smoke]", "weak=[vocab,ddp]", "batch_size=2", "seq_len=80",
-        "rounds=1", "steps=1", "warmup=1", f"output_dir={tmp_path}", "blocks_together=2", "keep_gathered=true",
+        "device=cpu", "models=[gla/smoke]", "weak=[vocab,ddp]", "batch_size=2", "seq_len=80", "steps=1", "warmup=1",
+        f"output_dir={tmp_path}", "blocks_together=2", "keep_gathered=true",
         "repeats=2",
     )  # fmt: skip
     log = tmp_path / "log"
     ranks = start_ranks(list(overrides), 2, log, script="benchmarks/parallel.py")
     assert ended(ranks, seconds=120) == [0, 0], output(log, 2)
-    [loss], steps = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("loss", "steps")
-    )
-    assert loss["error_hidden"] < 1e-2
-    assert loss["error_weight"] < 1e-2
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(row["parallel"], row["scaling"], row["repeat"]) for row in steps] == [
         (*of, repeat) for repeat in (1, 2) for of in (("none", "alone"), ("vocab", "weak"), ("ddp", "weak"))
     ]
@@ -224,4 +219,3 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     again = command("benchmarks/parallel.py", "measure=false", f"output_dir={tmp_path}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert (tmp_path / "steps.md").read_text() == page
-    assert (tmp_path / "loss.md").read_text().count("| 64 × 32 × 203 | 2 |") == 1

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from fitting import fitted, records, summary_of
 
-from benchmarks.reading import Reading, open_reading
+from linrnn.config import data_for, read_config
 from linrnn.core.errors import ConfigError
+from linrnn.data import PreparedData
+from linrnn.inference.load import directory_of_tokenizer, open_data
+from linrnn.training.checkpoint import required
 
 ROOT = Path(__file__).resolve().parents[2]
 Small = Callable[..., list[str]]
@@ -121,22 +123,22 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small, tmp_path, data_ca
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"a line of other text, number {i}"}) + "\n" for i in range(400)))
 
-    def reading(*data: str) -> Reading:
+    directory = required("checkpoint", str(run))
+    own = read_config(directory / "config.yaml").data
+
+    def opened(*data: str) -> PreparedData:
         other = ("data=text", f"data.path={text}", f"data.cache_dir={data_cache}", *data)
-        return open_reading("checkpoint", str(run), other, "cpu")
+        return open_data(directory, own, data_for(own, other, directory_of_tokenizer(directory)))
 
     with pytest.raises(ConfigError, match="another tokenizer"):
-        reading("data.tokenizer_vocab_size=290")
+        opened("data.tokenizer_vocab_size=290")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        open_reading("checkpoint", str(tmp_path), (), "cpu")
-    own = reading()
-    assert own.data.tokenizer is not None
-    assert own.data.tokenizer.json == (run / "tokenizer.json").read_text()
-    named = reading(f"data.tokenizer={run / 'tokenizer.json'}")
-    assert torch.equal(next(iter(named.batches(100))).labels, next(iter(own.batches(100))).labels)
-    labels = next(iter(own.batches(100))).labels
-    assert (own.step, own.data.vocab_size) == (3, 300)
-    assert (labels >= 0).sum() == 100
+        required("checkpoint", str(tmp_path))
+    found = opened()
+    assert found.tokenizer is not None
+    assert found.tokenizer.json == (run / "tokenizer.json").read_text()
+    assert found.vocab_size == 300
+    assert opened(f"data.tokenizer={run / 'tokenizer.json'}").fingerprint == found.fingerprint
 
 
 def test_metrics_carry_speed_memory_and_learning_rate(small):
