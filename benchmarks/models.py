@@ -3,12 +3,17 @@
 One model and one optimizer serve all losses, so that nothing but the loss differs. A step is forward, backward and
 AdamW on a fixed batch of random tokens. Repetitions are interleaved: each runs one step with every loss, in shuffled
 order; the loss is exchanged between steps, outside of the measured time. In each repetition a loss's time is divided by
-that of `standard`. Memory is the peak of a step of its own. The losses' values and gradients' norms are compared before
-the first step of the optimizer, when all losses have the same weights. Weights are random; nothing is downloaded.
+that of the model's own loss. Memory is the peak of a step of its own. The losses' values and gradients' norms are
+compared before the first step of the optimizer, when all losses have the same weights. Weights are random; nothing is
+downloaded.
+
+With trainer=trl the loss is that of TRL's SFTTrainer, with TRL's head (`trl`) and with ours: `losses=[cce_kahan]`.
 """
 
+import importlib
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
 from benchmarks.problems import DTYPES
+from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -37,7 +43,7 @@ from linrnn.losses.liger import LigerLossConfig
 from linrnn.models import tuning
 
 KAHAN = "cce_kahan"
-OWN = "standard"  # the model's own loss: transformers' ForCausalLMLoss on logits
+OWN = {"none": "standard", "trl": "trl"}  # the first loss: transformers' ForCausalLMLoss on logits, or TRL's head
 LEARNING_RATE = 1e-5
 SEED = 0  # of weights, data, order and bootstrap
 
@@ -56,6 +62,7 @@ class BenchConfig(common.Keys):
         "with options as in 'cce_kahan workspace_mib=256'. The first is always `standard`, the model's own. liger: "
         "Liger's apply_liger_kernel_to_… with its other kernels off. cce_kahan | cce_filter: cce_kernels.patch(model)",
     )
+    trainer: str = option("none", "none | trl: TRL's SFTTrainer computes the loss", choices=tuple(OWN))
     dtype: str = option("bf16", "bf16 | fp32: of weights, gradients and AdamW's moments", choices=("bf16", "fp32"))
     checkpointing: bool = option(True, "gradient checkpointing of every layer")
     rounds: int = option(10, "timed steps of every loss, in shuffled order", minimum=2)
@@ -89,22 +96,23 @@ class Row:
     step_ms: float | None = None
     step_ms_q25: float | None = None
     step_ms_q75: float | None = None
-    ratio: float | None = None  # to the step with `standard` in the same round
+    ratio: float | None = None  # to the step with the first loss in the same round
     ratio_low: float | None = None
     ratio_high: float | None = None
     peak_gib: float | None = None
     loss_nats: float | None = None  # before the first step, with the weights that all losses begin with
     loss_err: float | None = None  # of loss_nats, relative to fp64 logits of the same hidden states
     gradient_norm: float | None = None  # of the first step, all parameters
-    rounds_ms: list[float] = field(default_factory=list)  # the step of every round; not in rows before 24 November 2026
+    rounds_ms: list[float] = field(default_factory=list)  # the step of every round
+    trainer: str = "none"
 
     @property
     def label(self) -> str:
         return self.loss
 
     @property
-    def problem(self) -> tuple[str, int, int, str, bool]:
-        return self.model, self.batch, self.seq, self.dtype, self.checkpointing
+    def problem(self) -> tuple[str, int, int, str, bool, str]:
+        return self.model, self.batch, self.seq, self.dtype, self.checkpointing, self.trainer
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -137,14 +145,37 @@ def build_published(name: str, overrides: dict[str, str], dtype: torch.dtype, de
         raise ConfigError(f"models: {error}", "see python -m cce_kernels.cost --help") from error
 
 
+def sft_trainer(model: Any, device: torch.device) -> Any:
+    """TRL's SFTTrainer for a model. Neither its data nor its tokenizer is read."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"report_to": "none", "bf16": model.dtype == torch.bfloat16}
+        config = SFTConfig(folder, use_cpu=device.type == "cpu", gradient_checkpointing=False, **options)
+        return SFTTrainer(model, config, None, Dataset.from_dict({"input_ids": [[0, 1]]}), None, tokenizer)
+
+
 @contextmanager
-def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[None]:
-    """Let `model(…, labels=labels)` compute its loss with `loss`, as long as the context lasts."""
-    if loss.name == OWN:
+def model_loss(model: Any, loss: LossConfig, device: torch.device, trainer: str = "none") -> Iterator[None]:
+    """Let the model, or TRL's trainer, compute its loss with `loss`, as long as the context lasts."""
+    if loss.name == OWN[trainer]:
         yield
         return
     check_loss(loss, device)
-    if isinstance(loss, CceKahanLossConfig):
+    if trainer == "trl" and loss == common.parse_loss(KAHAN):
+        utils: Any = importlib.import_module("trl.trainer.utils")
+        own = utils._ChunkedLogProbFunction
+        cce_kernels.register_in_trl()
+        try:
+            yield
+        finally:
+            utils._ChunkedLogProbFunction = own
+    elif trainer == "none" and isinstance(loss, CceKahanLossConfig):
         names = ["accumulate", "workspace_mib"]
         if isinstance(loss, CceFilterLossConfig) and filters(loss):
             names += ["filter_eps", "filter_unbiased", "filter_mass", "filter_c", "filter_if_faster"]
@@ -153,7 +184,7 @@ def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[N
             yield
         finally:
             cce_kernels.unpatch(model)
-    elif isinstance(loss, LigerLossConfig) and loss.accumulate == "native":
+    elif trainer == "none" and isinstance(loss, LigerLossConfig) and loss.accumulate == "native":
         apply_liger(model)
         try:
             yield
@@ -161,17 +192,17 @@ def model_loss(model: Any, loss: LossConfig, device: torch.device) -> Iterator[N
             del model.forward
     else:
         raise UnsupportedError(
-            f"{loss.name} has no form for Hugging Face models, or its options have none",
-            "choose liger, cce_kahan, cce_filter",
+            f"{loss.name} has no form for Hugging Face models with trainer={trainer}, or its options have none",
+            "choose liger, cce_kahan, cce_filter; with trainer=trl cce_kahan alone",
         )
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
 def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every loss in every model. A model's rows are written as soon as it is done."""
-    losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN, *config.losses])}
+    losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN[config.trainer], *config.losses])}
     models, measured = [parse_model(text) for text in config.models], []
-    record = common.Record(config, "bench_models")
+    record = common.Record(config, folder_of(config))
     for model in models:
         with tuning.show_progress(), tuning.during(model[0]):
             rows = Bench(config, *model, record.device).measure(losses, record.id)
@@ -182,6 +213,10 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
         for row in rows:
             say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
     return measured
+
+
+def folder_of(config: BenchConfig) -> str:
+    return "bench_trl" if config.trainer == "trl" else "bench_models"
 
 
 class Bench:
@@ -197,6 +232,7 @@ class Bench:
         if config.checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.ids = torch.randint(self.model.config.get_text_config().vocab_size, (batch, seq), device=device)
+        self.trainer = sft_trainer(self.model, device) if config.trainer == "trl" else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
 
     def measure(self, losses: dict[str, LossConfig], run_id: str) -> list[Row]:
@@ -205,14 +241,15 @@ class Bench:
         parameters = sum(p.numel() for p in self.model.parameters())
         batch, seq = self.ids.shape
         sizes = batch, seq, width, vocab, self.config.dtype, self.config.checkpointing
-        rows = {text: Row(self.name, parameters, *sizes, text, run_id) for text in losses}
+        kind, own = self.config.trainer, OWN[self.config.trainer]
+        rows = {text: Row(self.name, parameters, *sizes, text, run_id, trainer=kind) for text in losses}
         shuffled = random.Random(SEED).sample
 
         def each(action: Callable[[Row], None], order: Iterable[str] = rows) -> None:
             """Run an action with each loss that still runs, put into the model."""
 
             def put_in(row: Row) -> None:
-                with model_loss(self.model, losses[row.loss], self.device):
+                with model_loss(self.model, losses[row.loss], self.device, kind):
                     action(row)
 
             for row in (rows[text] for text in order if rows[text].status == "ok"):
@@ -228,8 +265,8 @@ class Bench:
         for row in (row for row in rows.values() if row.status == "ok"):
             row.rounds = len(row.rounds_ms)
             row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(row.rounds_ms, (0.25, 0.5, 0.75)))
-            if rows[OWN].status == "ok":
-                found = common.ratio_to(row.rounds_ms, rows[OWN].rounds_ms, SEED)
+            if rows[own].status == "ok":
+                found = common.ratio_to(row.rounds_ms, rows[own].rounds_ms, SEED)
                 row.ratio, row.ratio_low, row.ratio_high = found
         return list(rows.values())
 
@@ -240,7 +277,11 @@ class Bench:
         self.optimizer.zero_grad()
 
     def _loss(self) -> torch.Tensor:
-        return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        inputs = {"input_ids": self.ids, "labels": self.ids, "use_cache": False}
+        if self.trainer is None:
+            return self.model(**inputs).loss
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.compute_loss(self.model, inputs | {"attention_mask": torch.ones_like(self.ids)})
 
     def _turn(self, row: Row) -> None:
         """A loss's part of a round: one step."""
@@ -278,7 +319,7 @@ COLUMNS: common.Columns = {
     "loss": lambda row: f"`{row.loss}`",
     "n": "rounds:d",
     "step, ms": "step_ms:.1f",
-    f"/ {OWN}": "ratio:.3f",
+    "/ first": "ratio:.3f",
     "95 %": lambda row: common.interval(row.ratio_low, row.ratio_high),
     "tokens/s": "tokens_per_second:,.0f",
     "peak, GiB": "peak_gib:.1f",
@@ -293,7 +334,9 @@ def write_report(directory: Path) -> list[Path]:
     sections: dict[str, list[Row]] = {}
     times: dict[str, dict[str, float]] = {}
     memory: dict[str, dict[str, float]] = {}
-    for own in common.grouped(read_rows(directory), key=lambda row: row.problem):
+    rows = read_rows(directory)
+    kind = rows[0].trainer
+    for own in common.grouped(rows, key=lambda row: row.problem):
         first = own[0]
         title = f"{first.model}, {first.batch} x {first.seq} tokens, V = {first.v:,}, {first.dtype}"
         sections[f"{title}, checkpointing" if first.checkpointing else title] = own
@@ -302,16 +345,18 @@ def write_report(directory: Path) -> list[Path]:
         memory[name] = {row.loss: row.peak_gib for row in own if row.peak_gib is not None}
     panels = {"ms a step": (".0f", times), "peak memory, GiB": (".1f", memory)}
     drawn = {axis: panel for axis, panel in panels.items() if any(panel[1].values())}
-    note = f"{common.devices_of(directory)}, forward, backward and AdamW. {OWN}: the loss of transformers, on logits."
-    pictures = {"models": common.bars(drawn, _finding(times, memory), note)} if drawn else {}
+    note = f"{common.devices_of(directory)}, forward, backward and AdamW. "
+    note += {"none": "standard: the loss of transformers, on logits.", "trl": "trl: the head of SFTTrainer."}[kind]
+    pictures = {"models": common.bars(drawn, _finding(times, memory, OWN[kind]), note)} if drawn else {}
     title = "Training steps of Hugging Face models"
     return common.write_report(directory, "models", title, sections, COLUMNS, pictures)
 
 
-def _finding(times: common.Bars, memory: common.Bars) -> str:
-    """How much faster and smaller steps become with our exact loss, beside the model's own."""
+def _finding(times: common.Bars, memory: common.Bars, first: str) -> str:
+    """How much faster and smaller steps become with our exact loss, beside the first one."""
     faster, smaller = (
-        [1 - own[KAHAN] / own[OWN] for own in bars.values() if {KAHAN, OWN} <= own.keys()] for bars in (times, memory)
+        [1 - own[KAHAN] / own[first] for own in bars.values() if {KAHAN, first} <= own.keys()]
+        for bars in (times, memory)
     )
     if not faster or not smaller:
         return "Training steps of Hugging Face models"
@@ -321,5 +366,11 @@ def _finding(times: common.Bars, memory: common.Bars) -> str:
     )
 
 
+def main(config: BenchConfig) -> None:
+    if config.measure:
+        run_benchmark(config)
+    say("wrote " + ", ".join(map(str, write_report(common.results_directory(config, folder_of(config))))))
+
+
 if __name__ == "__main__":
-    common.run("bench_models", __doc__, run_benchmark, write_report)
+    cli.run(main, "bench_models", __doc__)

@@ -91,7 +91,7 @@ def _has(row: dict[str, Any], where: Where) -> bool:
 def beside_own(folder: str, where: Where, field: str) -> Measured:
     """A figure of models with their library's own loss, transformers' or TRL's, divided by the same with ours."""
     rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
-    found = {(row["model"], row.get("loss") or row["label"]): row for row in rows}
+    found = {(row["model"], row["loss"]): row for row in rows}
     own = [(row, found[model, EXACT]) for (model, loss), row in found.items() if loss == where["loss"]]
     return [(row[field] / ours[field], row["rounds"]) for row, ours in own if row["model"] in where["models"]]
 

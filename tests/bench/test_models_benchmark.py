@@ -1,6 +1,7 @@
 """benchmarks/models.py on tiny models: losses agree, models stay as they were, rows become a page."""
 
 import gc
+import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path):
     assert text.count("\n## ") == 3
     assert "* `liger`: unsupported. " in text
     assert "`: commit " in text
+
+
+def test_the_head_of_trls_trainer_and_ours_give_the_same_loss_and_trls_is_put_back(tmp_path, monkeypatch):
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    head: Any = importlib.import_module("cce_kernels.huggingface.trl").FusedHead
+    own, apply, calls = utils._ChunkedLogProbFunction, head.apply, list[int]()
+    monkeypatch.setattr(head, "apply", lambda *a, **k: calls.append(1) or apply(*a, **k))
+    losses = "losses=[cce_kahan,liger]"
+    theirs, ours, liger = measured(tmp_path, losses, "trainer=trl", "rounds=2", names=f'["{LLAMA}"]')
+    assert utils._ChunkedLogProbFunction is own
+    assert len(calls) == 4, "the first values, the warm-up and two rounds of ours"
+    assert (theirs.loss, theirs.ratio, ours.rounds, liger.status) == ("trl", 1, 2, "unsupported")
+    assert ours.loss_nats == pytest.approx(theirs.loss_nats, rel=1e-5)
+    assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
+    assert theirs.loss_err < 1e-5
+    write_report(tmp_path)
+    assert "| `cce_kahan` | 2 |" in (tmp_path / "models.md").read_text()
 
 
 def test_no_timed_step_holds_a_collection_of_garbage(tmp_path, monkeypatch):
