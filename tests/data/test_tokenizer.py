@@ -1,8 +1,6 @@
 """Tokenizers: decoding gives the text back, nothing is added, and errors name an unusable tokenizer."""
 
 import json
-import lzma
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from linrnn.core.errors import DataError
-from linrnn.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from linrnn.data.tokenizer import load_tokenizer, train_tokenizer
 
 
 def test_any_text_comes_back_from_a_tokenizer_trained_here():
@@ -22,16 +20,6 @@ def test_any_text_comes_back_from_a_tokenizer_trained_here():
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
     assert tokenizer.vocab_size == 300
     assert (tokenizer.eos_token, tokenizer.eos_id) == ("<|endoftext|>", 0)
-
-
-def test_dropout_leaves_no_token_to_chance():
-    """A tokenizer's file may ask for it. Every preparation of a text would then give other tokens."""
-    plain = train_tokenizer(sentences(300), 400)
-    content = json.loads(plain.json)
-    content["model"]["dropout"] = 0.5
-    dropping = Tokenizer(json.dumps(content), "with dropout")
-    assert dropping.encode_batch(sentences(50, seed=1)) == plain.encode_batch(sentences(50, seed=1))
-    assert json.loads(dropping.json) == json.loads(plain.json), "other libraries would apply it"
 
 
 def test_a_special_token_written_in_the_text_stays_text():
@@ -80,13 +68,9 @@ def with_end_tokens(directory: Path, config: Settings, special: Settings, model:
 def test_the_end_token_is_that_of_transformers_by_any_name(config, special, tmp_path, monkeypatch):
     directory = with_end_tokens(tmp_path / "own", config, special)
     expected = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    packed = shutil.copytree(directory, tmp_path / "packed")
-    content = (packed / "tokenizer.json").read_bytes()
-    (packed / "tokenizer.json").unlink()
-    (packed / "tokenizer.json.xz").write_bytes(lzma.compress(content))
     (tmp_path / "link").symlink_to("own")
     monkeypatch.chdir(tmp_path)
-    for spec in ("own", "own/", "own/tokenizer.json", "link", "packed", "packed/tokenizer.json.xz", str(directory)):
+    for spec in ("own", "own/", "own/tokenizer.json", "link", str(directory)):
         tokenizer = load_tokenizer(spec)
         assert (tokenizer.eos_token, tokenizer.eos_id) == (expected.eos_token, expected.eos_token_id), spec
 

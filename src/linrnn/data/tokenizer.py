@@ -4,13 +4,11 @@ The end token is the one that transformers would use: that of the settings which
 without settings gets the first of `EOS_NAMES` that its vocabulary has.
 
 Text is always encoded as plain text. A special token written out in a document ("<|endoftext|>" in a web page) becomes
-ordinary tokens. Nothing is added, truncated, padded or left to chance (BPE dropout), whatever the tokenizer's file
-says.
+ordinary tokens. Nothing is added, truncated or padded, whatever the tokenizer's file says.
 """
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ class Tokenizer:
 
     Attributes:
         name: what the user asked for, for messages.
-        json: the tokenizer's own JSON, without the BPE dropout that it may ask for: other libraries would apply it.
+        json: the tokenizer's own JSON.
         vocab_size: the largest id + 1. Ids may have gaps, so this is not the number of entries.
         eos_token, eos_id: the token that ends a document; both None if the vocabulary has none.
         hash: sha256 (hex) of the JSON and the end token.
@@ -54,11 +52,6 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        if isinstance(self._tokenizer.model, models.BPE) and self._tokenizer.model.dropout:
-            self._tokenizer.model.dropout = None
-            content = json.loads(json_text)
-            content["model"]["dropout"] = None
-            json_text = json.dumps(content, ensure_ascii=False)
         self.json, self.name = json_text, name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -140,16 +133,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
             raise DataError(f"tokenizer {spec} does not exist", "correct data.tokenizer, or use null to train one here")
         path = _fetch_from_hub(spec)
     if path.is_dir():
-        files = [file for suffix in ("", *DECOMPRESSORS) if (file := path / f"{FILE}{suffix}").is_file()]
-        if not files:
+        path /= FILE
+        if not path.is_file():
             raise DataError(f"tokenizer {spec} has no {FILE}", f"give one with a (fast) {FILE}")
-        path = files[0]
     try:
         content = b"".join(read_pieces(path)).decode("utf-8")
     except (UnicodeDecodeError, *DAMAGE) as error:
         raise DataError(f"tokenizer {path} cannot be read: {first_line(error)}", "fetch the file again") from None
-    if path.name.startswith(FILE) and any(path.with_name(settings).is_file() for settings in SETTINGS):
-        return Tokenizer(content, spec, _end_token_of_transformers(content, path.parent), guess=False)
+    if path.name == FILE and any(path.with_name(settings).is_file() for settings in SETTINGS):
+        return Tokenizer(content, spec, _end_token_of_transformers(path.parent), guess=False)
     return Tokenizer(content, spec)
 
 
@@ -165,20 +157,15 @@ def _fetch_from_hub(name: str) -> Path:
         ) from None
 
 
-def _end_token_of_transformers(content: str, directory: Path) -> str | None:
+def _end_token_of_transformers(directory: Path) -> str | None:
     """The end token of a tokenizer.json with the settings in `directory`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with tempfile.TemporaryDirectory() as copy:  # the tokenizer.json may be compressed there
-        Path(copy, FILE).write_text(content, encoding="utf-8")
-        for name in (*SETTINGS, "config.json"):
-            if (directory / name).is_file():
-                Path(copy, name).write_bytes((directory / name).read_bytes())
-        for loader in (AutoTokenizer, PreTrainedTokenizerFast):  # the second if its class is not transformers' own
-            try:
-                return loader.from_pretrained(copy, local_files_only=True, trust_remote_code=False).eos_token
-            except Exception as failure:  # whatever the settings hold reaches the classes unchecked
-                error = failure
+    for loader in (AutoTokenizer, PreTrainedTokenizerFast):  # the second if its class is not transformers' own
+        try:
+            return loader.from_pretrained(directory, local_files_only=True, trust_remote_code=False).eos_token
+        except Exception as failure:  # whatever the settings hold reaches the classes unchecked
+            error = failure
     raise DataError(
         f"transformers cannot read the settings of the tokenizer in {directory} ({first_line(error)})",
         f"correct its {' or '.join(SETTINGS)}, or write eos_token there",
