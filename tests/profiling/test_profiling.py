@@ -165,7 +165,7 @@ def test_a_lap_goes_from_step_to_step_without_what_was_paused(hand):
 
 def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_it(hand):
     meter = SpeedMeter(CPU, skip=1, tokens_per_step=6)
-    meter.clock.start()
+    meter.start()
     for begin, end in ((0.0, 1.0), (1.5, 3.0), (3.5, 5.0)):
         hand.now = begin
         meter.step_begins()

@@ -90,7 +90,7 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
-class SpeedMeter:
+class SpeedMeter(Stopwatch):
     """Speed of the measured steps of one process.
 
     Args:
@@ -100,36 +100,31 @@ class SpeedMeter:
     """
 
     def __init__(self, device: torch.device, skip: int, tokens_per_step: int) -> None:
-        self._skip, self._tokens_per_step = skip, tokens_per_step
-        self.clock = Stopwatch(device, skip)
-        self._measured = 0
-        self._since_record: list[dict[str, float]] = []
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        super().__init__(device, skip)
+        self._unmeasured, self._tokens_per_step = skip, tokens_per_step
+        self._arrived = self._recorded = 0  # measured steps
 
     def step_begins(self) -> None:
         """Call before the step's first work."""
-        self.clock.begin(STEP)
+        self.begin(STEP)
 
     def step_ended(self) -> None:
         """Call when the device has been given the step's last work. Never waits for the device."""
-        self.clock.end(STEP)
-        self.clock.lap()
+        self.end(STEP)
+        self.lap()
 
     def arrived(self, step_of_process: int) -> None:
         """The device has finished step `step_of_process` (from 1). Call it once for each step."""
-        if step_of_process > self._skip:
-            seconds = self.clock.seconds[self._measured]
-            self._recent.append(seconds[LAP])
-            self._since_record.append(seconds)
-            self._measured += 1
+        self._arrived = max(0, step_of_process - self._unmeasured)
 
     def recent_step_seconds(self) -> float | None:
         """Mean wall-clock seconds of the latest measured steps; None before the first."""
-        return statistics.fmean(self._recent) if self._recent else None
+        laps = self.seconds[max(0, self._arrived - RECENT_STEPS) : self._arrived]
+        return _mean(laps, LAP) if laps else None
 
     def record(self) -> dict[str, float | None]:
         """The metrics of the measured steps since the last call; empty if there were none."""
-        laps, self._since_record = self._since_record, []
+        laps, self._recorded = self.seconds[self._recorded : self._arrived], self._arrived
         if not laps:
             return {}
         wall = _mean(laps, LAP)

@@ -223,7 +223,7 @@ class Trainer:
             self.model.train()
             if self.log.misses_validation(self.step):
                 self.validate()
-            self.log.speed.clock.start()
+            self.log.speed.start()
             wishes = self.ranks.largest_later(self._wishes)
             while self.step < last:
                 if self.steps_here == self.plan.memory_begins:
@@ -279,7 +279,7 @@ class Trainer:
         """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics."""
         graphed_from = self.plan.graphed_from
         if graphed_from is None or self.steps_here < graphed_from:
-            return self._passes(n_tokens, (self.log.memory, self.log.speed.clock), batch)
+            return self._passes(n_tokens, (self.log.memory, self.log.speed), batch)
         if self._graphed is None:  # all steps have n_tokens labels; the output layer cannot be timed in a graph
             self.log.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
             passes = functools.partial(self._passes, n_tokens, (self.log.memory,))
@@ -325,7 +325,7 @@ class Trainer:
         """One pass over the validation tokens. Its figures go to the metrics and to the console."""
         self.log.write()
         self._validating = True
-        with self.log.speed.clock.paused():
+        with self.log.speed.paused():
             try:
                 evaluation = evaluate(
                     self.model,
@@ -360,7 +360,7 @@ class Trainer:
             token_fingerprint=self.data.token_fingerprint,
             continues=self.continues,
         )
-        with self.log.speed.clock.paused():
+        with self.log.speed.paused():
             self.checkpointer.save(progress, self.model.hf, self.optimizer, self._config_yaml)
 
     def _wishes(self) -> tuple[float, float, float]:
