@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from linrnn.core.files import write_json
 from linrnn.models.tuning.exclusions import without_excluded
 from linrnn.models.tuning.progress import during
-from linrnn.models.tuning.table import TABLES, Table, read_table, read_tables
+from linrnn.models.tuning.table import TABLES, Table, nearest, read_table, read_tables, table_path
 
 STORED, NEAR, FIRST, TUNED = "stored", "near", "first", "tuned"
 
@@ -111,9 +112,10 @@ class Choices(dict[tuple[Any, ...], Any]):
         usable = without_excluded(self.kernel, named_sizes(self.tuner, key), self.tuner.configs)
         by_text = {config_text(config): config for config in usable}
         for table in stored_tables():  # the first that has a choice counts
-            found = table.find(self.kernel, text)
-            if found is not None and found[1] in by_text:
-                self._take(key, by_text[found[1]], STORED if found[0] == text else NEAR)
+            stored = table["kernels"].get(self.kernel, {})
+            found = nearest(text, stored)
+            if found is not None and stored[found] in by_text:
+                self._take(key, by_text[stored[found]], STORED if found == text else NEAR)
                 return True
         return False
 
@@ -175,14 +177,10 @@ def remark() -> str | None:
     """A line on the choices of this run so far; None if there are none."""
     if (now := used()) is None:
         return None
-    line = f"autotune cache {now['fingerprint']}: {now[STORED]} stored, {now[NEAR]} stored for another batch"
-    if now[FIRST]:
-        line += f", {now[FIRST]} in their first configuration"
-    return (
-        f"{line}, {now[TUNED]} tuned here; kernel_choices=tune stores them"
-        if now[TUNED]
-        else f"{line}, none tuned here"
-    )
+    words = {STORED: "stored", NEAR: "stored for another batch", FIRST: "in their first configuration"}
+    words[TUNED] = "tuned here (kernel_choices=tune stores them)"
+    counts = [f"{now[source]} {where}" for source, where in words.items() if now[source]]
+    return f"autotune cache {now['fingerprint']}: {', '.join(counts)}"
 
 
 def store(folder: Path = TABLES) -> Path | None:
@@ -193,11 +191,16 @@ def store(folder: Path = TABLES) -> Path | None:
     gpu, versions = gpu_name(), {name: version(name) for name in ("triton", "flash-linear-attention")}
     if gpu is None or not _process.used:
         return None
-    table = read_table(gpu, versions["triton"], folder)
-    if table is None or table.versions != versions:
-        table = Table(gpu, versions, capability=gpu_capability())
-    chosen = {name: {key: config for key, (config, _) in keys.items()} for name, keys in _process.used.items()}
-    return table.with_choices(chosen).write(folder)
+    path = table_path(gpu, versions["triton"], folder)
+    stored = read_table(path) if path.exists() else {}
+    kernels = stored["kernels"] if stored.items() >= versions.items() else {}
+    for name, keys in _process.used.items():
+        chosen = {**kernels.get(name, {}), **{key: config for key, (config, _) in keys.items()}}
+        kernels[name] = dict(sorted(chosen.items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"gpu": gpu, "compute_capability": gpu_capability(), **versions}
+    write_json(path, {**head, "kernels": dict(sorted(kernels.items()))})
+    return path
 
 
 def stored_tables() -> Sequence[Table]:
