@@ -76,6 +76,23 @@ def batch(length: int = 20) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
+def trainer_of(model: Any, folder: str, copies: int, metrics: Any = None, **arguments: Any) -> Any:
+    """A Trainer of three steps on `copies` of the batch, which are also its validation data."""
+    ids, labels = (x.repeat(copies, 1) for x in batch())
+    rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
+    given = transformers.TrainingArguments(
+        folder, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none", seed=1, save_strategy="no",
+        disable_tqdm=True, per_device_train_batch_size=1, gradient_accumulation_steps=2, **arguments,
+    )  # fmt: skip
+    return transformers.Trainer(model, given, train_dataset=rows, eval_dataset=rows, compute_metrics=metrics)
+
+
+def trained(trainer: Any) -> list[float]:
+    """The loss and the gradient's norm of every step."""
+    trainer.train()
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+
+
 def step(model: Any, *args: Any, **call: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
     """Loss, gradients and output of one call."""
     model.zero_grad()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cce_kernels import register_in_fla
+from cce_kernels import patch, register_in_fla
 from cce_kernels.huggingface import fla_backend
 from cce_kernels.module import FusedLinearCrossEntropyLoss
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ def build(name: str, length: int, **flags: Any) -> Any:
         model.lm_head = nn.Linear(WIDTH, VOCAB, bias=True)
     [decoder] = [part for part, _ in model.named_children() if part != "lm_head"]
     setattr(model, decoder, Decoder(length))
+    model.get_output_embeddings = lambda: model.lm_head  # transformers asks the decoder for its embeddings first
     return model.train()
 
 
@@ -88,12 +89,14 @@ def same(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5) -> None
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_criterion_of_every_causal_model(name):
+def test_the_criterion_and_the_patch_of_every_causal_model(name):
     ids, labels = batch()
     own = build(name, 20, fuse_cross_entropy=False)
+    want = step(own, ids, labels=labels)
     ours = build(name, 20, **fused(name))
     ours.criterion = FusedLinearCrossEntropyLoss()
-    same(step(ours, ids, labels=labels), step(own, ids, labels=labels))
+    same(step(ours, ids, labels=labels), want)
+    same(step(patch(own), ids, labels=labels), want)
 
 
 def test_gradient_accumulation_gives_flas_criterion_a_count():

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import inspect
 import io
 import json
@@ -27,9 +26,6 @@ from torch.distributed.fsdp import fully_shard
 CLASSES = [
     *("Cohere", "Cohere2", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Olmo3", "Phi", "Qwen3"),
     *("GPTNeoX", "OPT", "Bloom", "Falcon"),  # decoders and heads of other names
-]
-CLASSES_OF_FLA = [
-    *("DeltaNet", "GLA", "GSA", "GatedDeltaNet", "GatedDeltaProduct", "HGRN2", "KDA", "RWKV6", "RetNet", "Transformer")
 ]
 
 
@@ -73,7 +69,7 @@ SAME: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a user's own class": (partial(own, False), {}),
     "a user's own class, bias": (partial(own, True), {}),
     **{f"FLA {name}": (partial(build_fla, name), LONG) for name in MIXERS},
-    **{f"FLA {name}, tied": (partial(build_fla, name, tie_word_embeddings=True), LONG) for name in MIXERS},
+    "FLA GLA, tied": (partial(build_fla, "GLA", tie_word_embeddings=True), LONG),
     **{
         f"{name}, {items} items": (build, {"num_items_in_batch": items})
         for name, build in (("Gemma2", partial(build_hf, "Gemma2")), ("FLA GLA", partial(build_fla, "GLA")))
@@ -150,16 +146,7 @@ def test_predictions_that_nobody_asked_for_are_refused_when_used():
         cce_kernels.patch(build_hf("Llama"), predictions="yes")
 
 
-# ------------------------------------------------------------------------------------------ FLA
-@pytest.mark.parametrize("name", CLASSES_OF_FLA)
-def test_every_fla_class_has_the_forward_that_patch_assumes(name):
-    models = importlib.import_module("fla.models")
-    base = importlib.import_module("fla.models.modeling_utils").FLAForCausalLM
-    kind = getattr(models, f"{name}ForCausalLM")
-    assert issubclass(kind, base)
-    assert kind.forward is base.forward or name in MIXERS
-
-
+# ------------------------------------------------------------------------------------------ its calls
 def test_arguments_by_position_masks_and_states():
     ids, labels = batch()
     model = build_hf("Llama")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from everywhere import run_ranks
-from patch_models import batch, build_hf
+from patch_models import batch, build_hf, trained, trainer_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -35,28 +35,20 @@ def adapted(model: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def trained(patched: bool, folder: str, device: str, fsdp: bool = False, lora: bool = False) -> list[float]:
+def by_trainer(patched: bool, folder: str, device: str, fsdp: bool = False, lora: bool = False) -> list[float]:
     """Losses and gradients' norms of a Trainer, which wraps the model in DDP or FSDP2."""
-    from transformers import Trainer, TrainingArguments  # seconds, which only the ranks shall pay
-
-    ids, labels = (x.repeat(4, 1) for x in batch())
-    rows = [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
     where: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo"} if device == "cpu" else {}
     if fsdp:
         layers = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         where |= {"fsdp": "full_shard auto_wrap", "fsdp_config": layers}
-    arguments = TrainingArguments(
-        folder, **where, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none",
-        seed=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
     model = build_hf("Llama")
-    trainer = Trainer(adapted(model) if lora else model, arguments, train_dataset=rows)
+    trainer = trainer_of(adapted(model) if lora else model, folder, 4, **where)
     if patched:
         cce_kernels.patch_trainer(trainer)
-    trainer.train()
+    found = trained(trainer)
     assert type(trainer.model_wrapped).__name__.startswith("FSDP" if fsdp else "DistributedDataParallel")
     assert cce_kernels.is_patched(model) == patched
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    return found
 
 
 def fsdp_on_a_cpu() -> None:
@@ -103,7 +95,7 @@ def a_rank(rank: int, port: int, folder: str, device: str) -> None:
         for name, options in TRAINERS.items():
             if device == "cpu" and "fsdp" in options:
                 fsdp_on_a_cpu()
-            found[name] = [trained(patched, f"{folder}/{rank}", device, **options) for patched in (True, False)]
+            found[name] = [by_trainer(patched, f"{folder}/{rank}", device, **options) for patched in (True, False)]
         for name, options in FSDP2.items():
             found[name] = [sharded(patched, rank, device, **options) for patched in (True, False)]
     except Exception:

@@ -9,16 +9,10 @@ import cce_kernels
 import numpy as np
 import pytest
 import torch
-from patch_models import assert_same, batch, build_hf, step
-from torch import Tensor
+from patch_models import assert_same, batch, build_hf, step, trained, trainer_of
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 Made = Callable[..., Any]  # a Trainer
-
-
-def rows() -> list[dict[str, Tensor]]:
-    ids, labels = (x.repeat(2, 1) for x in batch())
-    return [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -29,23 +23,14 @@ def accuracy(prediction: Any) -> dict[str, float]:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Made:
     def make(model: Any = None, metrics: Any = None, **arguments: Any) -> Any:
-        from transformers import Trainer, TrainingArguments  # seconds, which only the worker of this file shall pay
-
-        given = TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=3, learning_rate=1e-2, logging_steps=1, report_to="none", seed=1,
-            per_device_train_batch_size=1, gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
-            **arguments,
-        )  # fmt: skip
-        model = build_hf("Llama") if model is None else model
-        return Trainer(model, given, train_dataset=rows(), eval_dataset=rows(), compute_metrics=metrics)
+        return trainer_of(model or build_hf("Llama"), str(tmp_path), 2, metrics, use_cpu=True, **arguments)
 
     return make
 
 
 def history(trainer: Any) -> list[float]:
     """The loss of every step, the gradients' norms, and the loss of an evaluation."""
-    trainer.train()
-    logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    logged = trained(trainer)
     assert len(logged) == 6
     return [*logged, trainer.evaluate()["eval_loss"]]
 
@@ -70,8 +55,7 @@ def test_metrics_come_from_predicted_tokens(trainer):
     assert got["eval_tokens"] == 4 * 19
 
 
-@pytest.mark.parametrize("arguments", [{}, {"bf16": True}], ids=str)
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("arguments", "states"), [({}, False), ({"bf16": True}, True)], ids=str)
 def test_metrics_without_predictions_are_refused(arguments, states, trainer):
     """The hidden states must not pass for predictions."""
     model = build_hf("Llama", output_hidden_states=states)
