@@ -2,9 +2,6 @@
 
 PATH is another checkout, as `git worktree add PATH COMMIT` makes it. Both versions take the same tensors, in shuffled
 order. A row says whether loss and gradients are equal bit by bit, and what this version takes in units of the other.
-
-`plain=true` adds this version with launches alone, without `runtime/program.py`'s repeated passes: a hook for saved
-tensors switches them off.
 """
 
 import importlib
@@ -13,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +29,7 @@ from linrnn.config.schema import option
 from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 
-BEFORE, NOW, PLAIN = "before", "now", "now, launches alone"
+BEFORE, NOW = "before", "now"
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {}, "256 MiB": {"workspace_mib": 256}, "filter": {"preset": "cce_filter"},
     "metrics": {"return_metrics": True}, "4 targets": {},
@@ -49,7 +45,6 @@ class BenchConfig(common.Keys):
     shapes: list[str] = option(["llama_1b3", "mve", "2048x2048x32000"], "NxDxV, or names of benchmarks/loss.py's")
     options: list[str] = option(["exact", "256 MiB", "filter"], f"of {', '.join(OPTIONS)}")
     logits: str = option("peaked", " | ".join(KINDS), choices=KINDS)
-    plain: bool = option(False, "this version with launches alone, too")
     rounds: int = option(10, "timed calls of each version", minimum=2)
     warmup: int = option(5, "calls of each version before the timed ones", minimum=4)
 
@@ -63,7 +58,7 @@ class Row:
 
     shape: str
     options: str
-    label: str  # before | now | now, launches alone
+    label: str  # before | now
     run: str  # id in runs.jsonl
     ms: float  # median
     ratio: float  # to `before` in the same round, median
@@ -88,22 +83,15 @@ def load(checkout: Path, folder: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def launches_alone() -> AbstractContextManager[Any]:
-    """Without repeated passes, which a hook for saved tensors excludes."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
 def measure(config: BenchConfig, before: ModuleType, record: common.Record) -> Iterator[list[Row]]:
     """The rows of each shape and each of its options."""
-    versions: dict[str, tuple[ModuleType, Any]] = {BEFORE: (before, nullcontext), NOW: (cce_kernels, nullcontext)}
-    if config.plain:
-        versions[PLAIN] = (cce_kernels, launches_alone)
+    versions = {BEFORE: before, NOW: cce_kernels}
     shuffled = random.Random(SEED).sample
     for text in config.shapes:
         problem = make_problem(parse_shape(text), config.logits, torch.bfloat16, record.device, SEED)
         for options in config.options:
             arguments = targets_of(problem, options) | OPTIONS[options]
-            calls = {name: partial(call, *of, problem, arguments) for name, of in versions.items()}
+            calls = {name: partial(call, of, problem, arguments) for name, of in versions.items()}
             found = {}
             for name, action in calls.items():
                 losses = [action() for _ in range(config.warmup)]
@@ -139,10 +127,9 @@ def targets_of(problem: Problem, options: str) -> dict[str, Any]:
     return {"targets": targets, "target_weights": weights}
 
 
-def call(of: ModuleType, context: Any, problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
+def call(of: ModuleType, problem: Problem, arguments: dict[str, Any]) -> torch.Tensor:
     problem.clear_gradients()
-    with context():
-        found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, **arguments)
+    found = of.linear_cross_entropy(problem.hidden_ND, problem.weight_VD, **arguments)
     loss = found[0] if isinstance(found, tuple) else found
     loss.backward()
     return loss.detach()

@@ -304,10 +304,8 @@ def weak_scaling(steps: list[Steps], device: str) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------------- the whole
-def run_benchmark(ranks: Ranks, config: BenchConfig) -> None:
+def run_benchmark(ranks: DistributedRanks, config: BenchConfig) -> None:
     """Measure. Rank 0 writes every row."""
-    if not isinstance(ranks, DistributedRanks):
-        raise ConfigError("there is only one process", "use torchrun --nproc-per-node=N, N of 2 or more")
     if config.cuda_graph and "ddp" in config.weak:
         raise ConfigError("cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "use weak=[fsdp,vocab]")
     device = resolve_device(config.device)
@@ -330,13 +328,15 @@ def run_benchmark(ranks: Ranks, config: BenchConfig) -> None:
 
 def main(config: BenchConfig) -> None:
     if config.measure:
-        if not Launch.from_environment().launched:
+        if Launch.from_environment().world_size < 2:
             raise ConfigError(
-                "this process was not started by torchrun",
-                "use torchrun --nproc-per-node=N benchmarks/parallel.py …, or measure=false to rewrite the pages",
+                "torchrun has not started several processes",
+                "use torchrun --nproc-per-node=N benchmarks/parallel.py …, N of 2 or more, or measure=false to rewrite "
+                "the page",
             )
         parallel = load_config(["parallel=ddp", f"parallel.timeout_seconds={config.timeout_seconds}"]).parallel
         with join(parallel, config.device) as ranks:
+            assert isinstance(ranks, DistributedRanks)
             run_benchmark(ranks, config)
             if not ranks.is_first:
                 return
