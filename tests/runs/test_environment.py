@@ -32,21 +32,16 @@ def repository(tmp_path):
     return tmp_path
 
 
-def test_versions_and_hardware_are_there():
+def test_versions_hardware_and_what_the_allocator_was_told_are_there(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     described = describe_environment()
+    assert described["cuda_allocator"] == "expandable_segments:True"
     assert described["packages"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])  # less the build
     assert described["packages"]["flash-linear-attention"]
     assert described["python"] == platform.python_version()
     assert described["cpu_cores"] >= 1
     assert len(described["gpus"]) == torch.cuda.device_count()
-
-
-def test_what_the_allocator_was_told_is_there(monkeypatch):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    assert describe_environment()["cuda_allocator"] is None
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert describe_environment()["cuda_allocator"] == "expandable_segments:True"
 
 
 def test_it_is_strict_json_without_secrets_names_or_paths(monkeypatch):
@@ -80,7 +75,7 @@ def test_the_code_of_both_packages_has_a_hash_of_its_source(tmp_path):
     }
 
 
-def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(repository):
+def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(repository, monkeypatch):
     module = repository / "src" / "module.py"
     state = environment._git_state(module)
     assert len(state["commit"]) == 40
@@ -89,6 +84,13 @@ def test_the_commit_is_that_of_the_code_and_changed_or_new_code_makes_it_dirty(r
     assert environment._git_state(module)["dirty"] is False
     (repository / "src" / "other.py").write_text("new")
     assert environment._git_state(module)["dirty"] is True
+    (repository / "site-packages").mkdir()
+    (repository / "site-packages" / "module.py").write_text("one")
+    assert environment._git_state(repository / "site-packages" / "module.py") is None, "not tracked"
+    monkeypatch.setattr(environment.shutil, "which", lambda program: None)
+    assert environment._git_state(module) is None, "without git"
+    monkeypatch.setenv("LINRNN_COMMIT", "abcdef")
+    assert environment._git_state(module) == {"commit": "abcdef", "dirty": None}, "named by hand"
 
 
 @pytest.mark.parametrize(
@@ -99,24 +101,6 @@ def test_pages_say_whether_files_were_changed_or_that_nobody_knows(dirty, words)
     assert commit_in_words({"commit": "abcdef", "dirty": dirty}) == words
     assert commit_in_words({"commit": "abcdef", "dirty": dirty}, digits=3) == words.replace("def", "")
     assert commit_in_words(None) == "unknown"
-
-
-def test_a_commit_named_by_hand_says_nothing_of_changes(repository, monkeypatch):
-    monkeypatch.setenv("LINRNN_COMMIT", "abcdef")
-    assert environment._git_state(repository / "src" / "module.py") == {"commit": "abcdef", "dirty": None}
-
-
-def test_code_that_git_does_not_track_has_no_commit(repository):
-    installed = repository / "site-packages" / "module.py"
-    installed.parent.mkdir()
-    installed.write_text("one")
-    assert environment._git_state(installed) is None
-
-
-def test_without_git_the_commit_is_null_and_nothing_fails(repository, monkeypatch):
-    monkeypatch.setattr(environment.shutil, "which", lambda program: None)
-    assert environment._git_state(repository / "src" / "module.py") is None
-    assert describe_environment()["git"] is None
 
 
 def test_the_state_of_a_gpu_is_read_and_missing_figures_are_null(monkeypatch):

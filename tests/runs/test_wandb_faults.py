@@ -73,9 +73,7 @@ def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(tmp_path,
     config = load_config(["logger.wandb.mode=offline"]).logger.wandb
     (tmp_path / "wandb_id").touch()
     for _ in range(2):
-        loggers.WandbMirror(
-            config, tmp_path, run_name="run", group="g", tags=[], hyperparameters={}, history=list, say=print
-        )
+        loggers.WandbMirror(config, tmp_path, history=list, say=print, tags=[])
     assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text()
     assert len(ids[0]) == 8
 

@@ -164,11 +164,10 @@ class WandbMirror:
     Args:
         config: mode, project, entity and tags.
         directory: the run directory. Its file `wandb_id` keeps the run's id, so that a resumed run continues it.
-        run_name, group: names in wandb.
-        tags: in addition to those of `config`.
-        hyperparameters: the whole configuration as a flat mapping.
         history: returns every record of metrics.jsonl, each with its `step`.
         say: prints one line for the user.
+        tags: in addition to those of `config`.
+        about: what else wandb.init shall know: the run's name, group and config.
     """
 
     def __init__(
@@ -176,19 +175,16 @@ class WandbMirror:
         config: WandbConfig,
         directory: Path,
         *,
-        run_name: str,
-        group: str,
-        tags: list[str],
-        hyperparameters: dict[str, Any],
         history: Callable[[], list[dict[str, Any]]],
         say: Callable[[str], None],
+        tags: list[str],
+        **about: Any,
     ) -> None:
         self._run: Any = None
         self._lost = False  # wandb failed in the middle of the run
         self._history, self._say, self._directory = history, say, directory
-        tags = [*dict.fromkeys((*tags, *config.tags))]
-        self._options: dict[str, Any] = {"project": config.project, "entity": config.entity, "name": run_name}
-        self._options |= {"group": group, "tags": tags, "config": hyperparameters, "dir": str(directory)}
+        self._options: dict[str, Any] = {**about, "project": config.project, "entity": config.entity}
+        self._options |= {"tags": [*dict.fromkeys((*tags, *config.tags))], "dir": str(directory)}
         self.mode = _mode(config)
         if self.mode == "disabled":
             return

@@ -142,12 +142,12 @@ class RunLog:
         self._wandb = WandbMirror(
             config.logger.wandb,
             directory.path,
-            run_name=directory.path.name,
-            group=config.group,
-            tags=[getattr(config, group).name for group in ("model", "size", "loss", "data")],
-            hyperparameters=choices(config, self._plan.world_size),
             history=self._records,
             say=self.line,
+            tags=[getattr(config, group).name for group in ("model", "size", "loss", "data")],
+            name=directory.path.name,
+            group=config.group,
+            config=choices(config, self._plan.world_size),
         )
 
     def announce(self, *notes: str | None) -> None:
