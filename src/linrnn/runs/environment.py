@@ -37,6 +37,7 @@ PACKAGES = (
     "wandb",
 )
 GPU_STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
+CSV = "--format=csv,noheader,nounits"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CODE = ("src", "kernels", "configs", "scripts", "train.py", "pyproject.toml")
 
@@ -107,10 +108,7 @@ def describe_environment() -> dict[str, Any]:
         # It affects which batch fits.
         "cuda_allocator": next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), None),
         "gpus": _gpus(),
-        "gpu_driver": (_answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").partition(
-            "\n"
-        )[0]
-        or None,
+        "gpu_driver": (_answer("nvidia-smi", "--query-gpu=driver_version", CSV) or "").partition("\n")[0] or None,
         "cpu": _cpu_model(),
         "cpu_cores": cores(),
         "torch_threads": torch.get_num_threads(),
@@ -141,20 +139,17 @@ def hash_of_source(folder: Path) -> str:
 def gpu_state(device: torch.device) -> dict[str, Any] | None:
     """A GPU's current clocks, power and temperature, and the number of other processes on it; None on a CPU.
 
-    `card` tells one GPU from another of its kind: eight digits of a hash of its UUID. Values that nvidia-smi does not
-    report are None. Takes a few tens of milliseconds.
+    Values that nvidia-smi does not report are None. Takes a few tens of milliseconds.
     """
     if device.type != "cuda":
         return None
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    card, query = f"--id=GPU-{uuid}", f"--query-gpu={','.join(GPU_STATE.values())}"
-    values = (_answer("nvidia-smi", card, query, "--format=csv,noheader,nounits") or "").split(",")
-    users = _answer("nvidia-smi", card, "--query-compute-apps=pid", "--format=csv,noheader")
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    values = (_answer("nvidia-smi", gpu, f"--query-gpu={','.join(GPU_STATE.values())}", CSV) or "").split(",")
+    users = _answer("nvidia-smi", gpu, "--query-compute-apps=pid", CSV)
     return {
         **dict.fromkeys(GPU_STATE),
         **dict(zip(GPU_STATE, map(_number, values), strict=False)),
         "other_processes": None if users is None else max(len(users.split()) - 1, 0),
-        "card": hashlib.sha256(uuid.encode()).hexdigest()[:8],
     }
 
 

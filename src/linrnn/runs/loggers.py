@@ -174,6 +174,7 @@ class WandbMirror:
         self,
         config: WandbConfig,
         directory: Path,
+        /,
         *,
         history: Callable[[], list[dict[str, Any]]],
         say: Callable[[str], None],
