@@ -309,15 +309,9 @@ class Trainer:
 
     def _compile_kernels(self) -> None:
         """Compile all kernels of a step at once, by a rehearsal of the step."""
-        trainer, line = self.config.trainer, self.log.line
-        if not self.ranks.is_first:
-            line = functools.partial(say, stream=sys.stderr)
-        parts = (self.replica, self.loader, self.optimizer, self.ranks, self.precision, self.device)
-        step = functools.partial(compilation.rehearse_step, *parts)
-        n_tokens, head = trainer.batch_size * trainer.seq_len, self.model.head_weight
-        loss = functools.partial(compilation.call_loss, self.loss, n_tokens, head, self.precision)
-        together = self.ranks.part is not None
-        if compilation.compile_kernels(step, self.device, line, loss=loss, together=together):
+        line = self.log.line if self.ranks.is_first else functools.partial(say, stream=sys.stderr)
+        parts = (self.replica, self.model.head_weight, self.loss, self.loader, self.ranks, self.precision, self.device)
+        if compilation.compile_kernels(*parts, line):
             self.seconds_to["kernels"] = seconds_since_start()
 
     # -------------------------------------------------------------------------------- validations and checkpoints

@@ -12,7 +12,7 @@ from torch import Tensor
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
 from linrnn.core.machine import cores, ranks_here
-from linrnn.data import Batch, BatchLoader
+from linrnn.data import BatchLoader
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
@@ -34,22 +34,24 @@ def rehearses(config: Config, device: torch.device) -> bool:
 
 
 def compile_kernels(
-    rehearsal: Callable[[], None],
+    replica: Any,
+    head: Tensor,
+    loss: LossBackend,
+    loader: BatchLoader,
+    ranks: Ranks,
+    precision: str,
     device: torch.device,
     say: Callable[[str], None],
-    *,
-    loss: Callable[[], None] = lambda: None,
-    together: bool = False,
 ) -> bool:
-    """Compile all kernels that a rehearsal asks for. Returns whether it came to its end.
+    """Compile all kernels of a step. Returns whether its rehearsal came to its end.
 
     A rehearsal may read what no kernel has written. Then one line says so, and the kernels are compiled in the step
-    itself. The step raises the same error if it has another cause.
+    itself. The step raises the same error if it has another cause. Ranks that share one model rehearse together: one of
+    them cannot give up alone, so any error is raised.
 
     Args:
+        head: (V, D), whose shape and device count.
         say: prints the line.
-        loss: calls the loss, which compiles its own kernels (:func:`call_loss`).
-        together: ranks share one model and rehearse together. One of them cannot give up alone, so any error is raised.
 
     Raises:
         LinrnnError: the rehearsal raised it.
@@ -58,11 +60,14 @@ def compile_kernels(
     failed = ""
     try:
         with tuning.compile_ahead(max(1, cores() // ranks_here())):
-            rehearsal()
+            n_tokens = rehearse(replica, loader, ranks, precision, device)
             synchronize(device)
-        loss()
+        if loss.compiles_ahead:  # its own kernels
+            zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=head.device, requires_grad=True)
+            labels = torch.zeros(n_tokens, dtype=torch.int64, device=head.device)
+            loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
     except Exception as error:
-        if together or isinstance(error, LinrnnError) or ran_out_of_memory(error):
+        if ranks.part or isinstance(error, LinrnnError) or ran_out_of_memory(error):
             raise
         synchronize(device)
         failed = described(error)
@@ -74,51 +79,25 @@ def compile_kernels(
     return not failed
 
 
-def rehearse_step(
-    replica: Any,
-    loader: BatchLoader,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-    precision: str,
-    device: torch.device,
-) -> None:
-    """Rehearse a step with the next batch. Nothing that the run computes later depends on it.
+def rehearse(replica: Any, loader: BatchLoader, ranks: Ranks, precision: str, device: torch.device) -> int:
+    """A forward and backward pass of the next batch, whose number of tokens is returned.
 
-    Ranks with a whole model each (DDP) do not sum their gradients here, so that each of them can fail alone.
+    Nothing that the run computes later depends on it. The model's buffers keep their values, even if it counts its
+    steps in them. The sum of all hidden states and of the head takes the place of the loss. Ranks with a whole model
+    each (DDP) do not sum their gradients here, so that each of them can fail alone.
     """
     position = loader.state_dict()
     batch = next(loader)
     loader.load_state_dict(position)
+    buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in replica.named_buffers()]
     alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), alone:
-            rehearse(replica, batch, precision, device)
+            hidden, weight, _ = loss_inputs(replica, batch, precision, device)
+            (hidden.sum() + weight.sum()).backward()
     finally:
-        optimizer.zero_grad()
-
-
-def rehearse(model: Any, batch: Batch, precision: str, device: torch.device) -> None:
-    """One forward and backward pass. The model's buffers keep their values, even if it counts its steps in them.
-
-    The sum of all hidden states and of the head takes the place of the loss.
-    """
-    buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in model.named_buffers()]
-    try:
-        hidden, weight, _ = loss_inputs(model, batch, precision, device)
-        (hidden.sum() + weight.sum()).backward()
-    finally:
+        replica.zero_grad()
         with torch.no_grad():
             for (place, _, name), buffer, value in buffers:
-                setattr(model.get_submodule(place), name, buffer.copy_(value))
-
-
-def call_loss(loss: LossBackend, n_tokens: int, head: Tensor, precision: str) -> None:
-    """The loss and its gradients for zeros of a step's shapes, if that compiles its kernels on all cores.
-
-    Args:
-        head: (V, D), whose shape and device count.
-    """
-    if loss.compiles_ahead:
-        zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=head.device, requires_grad=True)
-        labels = torch.zeros(n_tokens, dtype=torch.int64, device=head.device)
-        loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
+                setattr(replica.get_submodule(place), name, buffer.copy_(value))
+    return batch.input_ids.numel()
