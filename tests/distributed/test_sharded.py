@@ -11,7 +11,7 @@ import torch
 from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, start_ranks, summary_of
 
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.core.errors import ConfigError
 from linrnn.distributed.sharding import vocabulary_shards
 from linrnn.experiments.dry_run import print_forecast
 from linrnn.models.architecture import resolve
@@ -59,9 +59,9 @@ def assert_same_curve(directory: Path, one: Trainer, rounding: float = ROUNDING)
     [
         (2, (*FSDP, TWICE, "trainer.batch_size=1"), ("loss=standard", UNTIED)),
         (4, (*FSDP, "trainer.batch_size=1"), ("loss=cce_kahan", "optimizer.max_grad_norm=null")),
-        (2, (*FSDP, TWICE, *TOGETHER, "trainer.batch_size=1"), ("loss=standard", *CHECKPOINTED)),
+        (2, (*FSDP, TWICE, *TOGETHER, "trainer.batch_size=1"), ("model=kda", "loss=standard", *CHECKPOINTED)),
         (4, (*FSDP, TWICE, "trainer.batch_size=1", TWO_GROUPS), ("model=transformer", "loss=standard")),
-        (2, (*VOCAB, TWICE, "trainer.batch_size=2"), ("loss=cce_kahan", UNTIED)),
+        (2, (*VOCAB, TWICE, "trainer.batch_size=2"), ("model=gated_deltanet", "loss=cce_kahan", UNTIED)),
         (4, (*VOCAB, "trainer.batch_size=4"), ("loss=cce_filter", "loss.filter_eps=0.001")),
         (4, (*VOCAB, TWICE, "trainer.batch_size=2", TWO_GROUPS), ("model=transformer", "loss=cce_kahan", UNTIED)),
     ],
@@ -85,13 +85,6 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(world_size, cut
     load_model(found(directory / "checkpoints")[-1], one.model.hf)
     for name, tensor in one.model.hf.state_dict().items():
         assert (tensor - trained_by_one[name]).abs().max() < 2e-3, name  # AdamW's steps of 1e-3, whatever the gradient
-
-
-@pytest.mark.parametrize("model", ["gated_deltanet", "kda"])
-def test_every_recurrent_model_trains_on_two_ranks(model, small, trained):
-    options = (f"model={model}", "trainer.activation_checkpointing=full", "trainer.batch_size=2")
-    one, _ = one_process(small(*options))
-    assert_same_curve(trained(small(*options, *VOCAB), 2), one)
 
 
 of_one_process: dict[tuple[str, ...], dict[int, tuple[float, float]]] = {}
@@ -157,21 +150,6 @@ def test_a_run_continues_with_another_number_of_ranks(optimizer, rounding, small
     assert second == first
     assert "resuming at step 2" in (second / "train.log").read_text()
     assert_same_curve(second, one, rounding)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ((*FSDP, "parallel.shard_ranks=3"), "parallel.shard_ranks=3 does not divide 2 ranks"),
-        ((*VOCAB, "loss=standard"), "choose loss=cce_kahan or loss=cce_filter, or parallel=fsdp"),
-        ((*VOCAB, "trainer.batch_size=3"), "2 ranks cannot share 3 sequences out evenly"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_before_anything_is_built(overrides, words, small, monkeypatch):
-    as_rank(monkeypatch.setenv, 1, 2)
-    with pytest.raises(LinrnnError) as refusal:
-        make_training_plan(load_config(small(*overrides)))
-    assert words in str(refusal.value)
 
 
 def test_a_dry_run_foresees_what_a_rank_holds(small, monkeypatch, capsys):

@@ -31,7 +31,6 @@ def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
         (["trainer.max_steps=null"], 2, "no end", "give one"),
         (["init_from=nowhere/at_all"], 3, "nowhere/at_all", ""),
         (["loss=liger"], 4, "liger", "loss="),
-        (["logger.wandb.mode=online"], 4, "no API key", "offline"),
         (["data=text", "data.path=missing.txt"], 3, "missing.txt", ""),
         (["trainer.seq_len=50000"], 3, "50,001", "seq_len"),
         (["results_dir=/proc/nowhere"], 7, "cannot be written", ""),

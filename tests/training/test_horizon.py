@@ -8,7 +8,6 @@ from fitting import fitted, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.points import foresee
 from linrnn.training.checkpoint import found
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
@@ -73,17 +72,3 @@ def test_a_constant_schedule_goes_on_as_one_that_never_stopped(small, capsys):
     for key in ("train/lr", "train/loss_nats"):
         assert records(longer.directory.path, key) == records(whole.directory.path, key)
     assert " schedule.steps=9 " in summary_of(longer)["training"], "reports show all other ends"
-
-
-@pytest.mark.parametrize(
-    ("shared", "varied", "remedy"),
-    [
-        (["schedule.steps=100"], "trainer.max_steps", "use schedule=cosine schedule.steps=null"),
-        (["run_name=run"], "optimizer.lr", "leave run_name out"),
-        ([], "trainer.log_every", "names do not tell trainer.log_every apart"),
-    ],
-)
-def test_points_that_would_share_a_directory_are_refused_by_name(small, shared, varied, remedy):
-    with pytest.raises(ConfigError, match=f"the points {varied}=1 and {varied}=2 would share") as error:
-        foresee([small(*shared, f"{varied}={value}") for value in (1, 2)])
-    assert remedy in error.value.remedy

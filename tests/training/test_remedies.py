@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fitting import fitted, summary_of
+from rank_process import as_rank
 
 from linrnn.config import last_of_each, load_config
 from linrnn.core.errors import LinrnnError
@@ -68,7 +69,6 @@ TOKENS = ("trainer.max_steps=null", f"trainer.max_tokens={2 * 160 + 9}")
         ([FOO], [FOO, "trainer.max_steps=6"], "learning rate would jump", 3),
         ([FOO, *EARLY], [FOO, "trainer.max_steps=5"], "learning rate would jump", 4),
         ([FOO], [FOO, "optimizer.lr=0.01"], "another configuration", 2),
-        ([FOO], [FOO, "continue_from=RESULTS/default/foo"], "another configuration", 2),
         (EARLY, ["schedule.steps=6", *TOKENS], "and this command stops at 2", 2),
         ([], ["trainer.resume=must"], "holds no run", 1),
         ([FOO], ["init_from=RESULTS/default/foo", "continue_from=RESULTS/default/foo"], "are both given", 2),
@@ -142,9 +142,6 @@ def test_what_the_plan_refuses_it_takes_with_the_remedy(compile, small):
         make_training_plan(load_config(last_of_each([*refused, *way])))
 
 
-RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-
-
 @pytest.mark.parametrize(
     ("overrides", "cause", "number"),
     [
@@ -152,11 +149,12 @@ RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
         (["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
         (["parallel=vocab", "loss=cce_filter", "loss.filter_if_faster=false"], "parallel=vocab has no filter", 2),
         (["parallel=none"], "a launcher started 2 processes", 1),
+        (["parallel=fsdp", "parallel.shard_ranks=3"], "parallel.shard_ranks=3 does not divide 2 ranks", 0),
+        (["parallel=vocab", "trainer.batch_size=3"], "2 ranks cannot share 3 sequences out evenly", 0),
     ],
 )
 def test_what_the_plan_of_two_ranks_refuses_it_takes_with_the_remedy(overrides, cause, number, small, monkeypatch):
-    for name, value in RANKS.items():
-        monkeypatch.setenv(name, value)
+    as_rank(monkeypatch.setenv, 0, 2)
     with pytest.raises(LinrnnError, match=cause) as error:
         make_training_plan(load_config(small(*overrides)))
     assert len(ways(error.value.remedy)) == number, error.value.remedy
@@ -216,17 +214,22 @@ def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(overrides, name
 
 
 # ---------------------------------------------------------------------------------------------------------- sweeps
-def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(small):
-    points = [small("schedule.steps=100", f"trainer.max_steps={steps}") for steps in (1, 2)]
-    with pytest.raises(LinrnnError, match="would share") as error:
+@pytest.mark.parametrize(
+    ("shared", "varied", "remedy"),
+    [
+        (["schedule.steps=100"], "trainer.max_steps", "use schedule=cosine schedule.steps=null"),
+        (["schedule=constant"], "trainer.max_steps", "schedule"),
+        (["run_name=run"], "optimizer.lr", "leave run_name out"),
+        ([], "trainer.log_every", "names do not tell trainer.log_every apart"),
+    ],
+)
+def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(shared, varied, remedy, small):
+    points = [small(*shared, f"{varied}={value}") for value in (1, 2)]
+    with pytest.raises(LinrnnError, match=f"the points {varied}=1 and {varied}=2 would share") as error:
         foresee(points)
-    [way] = ways(error.value.remedy)
-    assert len(foresee([last_of_each([*point, *way]) for point in points])) == 2
-    constant = [small("schedule=constant", f"trainer.max_steps={steps}") for steps in (1, 2)]
-    with pytest.raises(LinrnnError, match="would share") as error:
-        foresee(constant)
-    [way] = ways(error.value.remedy)
-    assert len(foresee([last_of_each([*point, *way]) for point in constant])) == 2
+    assert remedy in error.value.remedy
+    for way in ways(error.value.remedy):
+        assert len(foresee([last_of_each([*point, *way]) for point in points])) == 2
 
 
 def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(small):
