@@ -14,7 +14,7 @@ import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import DivergedError, InterruptedRun, StorageError, ran_out_of_memory
+from linrnn.core.errors import DivergedError, InterruptedRun, StorageError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import seconds_since_start
@@ -320,22 +320,15 @@ class Trainer:
         self.log.write()
         self._validating = True
         with self.log.speed.paused():
-            try:
-                evaluation = evaluate(
-                    self.model,
-                    self._valid_loss,
-                    self._valid_batches,
-                    precision=self.precision,
-                    device=self.device,
-                    ranks=self.ranks,
-                    before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
-                )
-            except Exception as error:
-                # The steps so far are good. With several ranks, all others wait in a collective and cannot save.
-                alone, saves = self.ranks.world_size == 1, self.config.trainer.checkpoint_every != 0
-                if alone and saves and ran_out_of_memory(error):
-                    self.save()
-                raise
+            evaluation = evaluate(
+                self.model,
+                self._valid_loss,
+                self._valid_batches,
+                precision=self.precision,
+                device=self.device,
+                ranks=self.ranks,
+                before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
+            )
             self.log.validation(self.step, evaluation)
         self._validating = False
         return evaluation
