@@ -55,7 +55,7 @@ from linrnn.models import build_model, tuning
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import Stopwatch
 from linrnn.runs.environment import gpu_state
-from linrnn.training.execution.compilation import compile_kernels, rehearse, rehearses
+from linrnn.training.execution.compilation import compile_kernels, rehearses
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
@@ -293,8 +293,7 @@ class Bench:
         }  # fmt: skip
         self.step = next(iter(self.steps.values()))  # for what all batches share
         if rehearses(run, device):
-            compile_kernels(lambda: rehearse(model, self.step.batch, plan.precision, device), device, say)
-            self.step.drop_gradients()
+            compile_kernels(model, self.step.batch, self.step.ranks, plan.precision, device, say)
             common.free(device)
         # The optimizer allocates its state at a rate of 0: a loss that fails cannot leave half of it.
         self._set_rate(0.0)

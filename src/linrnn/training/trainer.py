@@ -310,8 +310,11 @@ class Trainer:
     def _compile_kernels(self) -> None:
         """Compile all kernels of a step at once, by a rehearsal of the step."""
         line = self.log.line if self.ranks.is_first else functools.partial(say, stream=sys.stderr)
-        parts = (self.replica, self.model.head_weight, self.loss, self.loader, self.ranks, self.precision, self.device)
-        if compilation.compile_kernels(*parts, line):
+        position = self.loader.state_dict()
+        batch = next(self.loader)
+        self.loader.load_state_dict(position)
+        parts = (self.replica, batch, self.ranks, self.precision, self.device)
+        if compilation.compile_kernels(*parts, line, self.loss):
             self.seconds_to["kernels"] = seconds_since_start()
 
     # -------------------------------------------------------------------------------- validations and checkpoints

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linrnn.config.schema import Config, FlaModelConfig, FsdpConfig
 from linrnn.core.errors import LinrnnError, described, ran_out_of_memory
 from linrnn.core.machine import cores, ranks_here
-from linrnn.data import BatchLoader
+from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend
 from linrnn.models import tuning
@@ -35,13 +34,12 @@ def rehearses(config: Config, device: torch.device) -> bool:
 
 def compile_kernels(
     replica: Any,
-    head: Tensor,
-    loss: LossBackend,
-    loader: BatchLoader,
+    batch: Batch,
     ranks: Ranks,
     precision: str,
     device: torch.device,
     say: Callable[[str], None],
+    loss: LossBackend | None = None,
 ) -> bool:
     """Compile all kernels of a step. Returns whether its rehearsal came to its end.
 
@@ -50,8 +48,9 @@ def compile_kernels(
     them cannot give up alone, so any error is raised.
 
     Args:
-        head: (V, D), whose shape and device count.
+        batch: one of the run's, of the shape of all.
         say: prints the line.
+        loss: compiles its own kernels, too.
 
     Raises:
         LinrnnError: the rehearsal raised it.
@@ -60,11 +59,12 @@ def compile_kernels(
     failed = ""
     try:
         with tuning.compile_ahead(max(1, cores() // ranks_here())):
-            n_tokens = rehearse(replica, loader, ranks, precision, device)
+            rehearse(replica, batch, ranks, precision, device)
             synchronize(device)
-        if loss.compiles_ahead:  # its own kernels
-            zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=head.device, requires_grad=True)
-            labels = torch.zeros(n_tokens, dtype=torch.int64, device=head.device)
+        if loss and loss.compiles_ahead:
+            head, n_tokens = getattr(replica, "module", replica).head_weight, batch.input_ids.numel()
+            zeros = partial(torch.zeros, dtype=compute_dtype(precision), device=device, requires_grad=True)
+            labels = torch.zeros(n_tokens, dtype=torch.int64, device=device)
             loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
     except Exception as error:
         if ranks.part or isinstance(error, LinrnnError) or ran_out_of_memory(error):
@@ -79,16 +79,13 @@ def compile_kernels(
     return not failed
 
 
-def rehearse(replica: Any, loader: BatchLoader, ranks: Ranks, precision: str, device: torch.device) -> int:
-    """A forward and backward pass of the next batch, whose number of tokens is returned.
+def rehearse(replica: Any, batch: Batch, ranks: Ranks, precision: str, device: torch.device) -> None:
+    """A forward and backward pass.
 
     Nothing that the run computes later depends on it. The model's buffers keep their values, even if it counts its
     steps in them. The sum of all hidden states and of the head takes the place of the loss. Ranks with a whole model
     each (DDP) do not sum their gradients here, so that each of them can fail alone.
     """
-    position = loader.state_dict()
-    batch = next(loader)
-    loader.load_state_dict(position)
     buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in replica.named_buffers()]
     alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
     try:
@@ -100,4 +97,3 @@ def rehearse(replica: Any, loader: BatchLoader, ranks: Ranks, precision: str, de
         with torch.no_grad():
             for (place, _, name), buffer, value in buffers:
                 setattr(replica.get_submodule(place), name, buffer.copy_(value))
-    return batch.input_ids.numel()
