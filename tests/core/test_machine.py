@@ -113,7 +113,7 @@ def test_a_loss_without_formulas_takes_no_other_s(small, monkeypatch):
     figures = [plan.memory_estimate(arch), costs.kernel_flops(arch, 1, 64, config.loss, "none")]
     figures += [costs.loss_memory(config.loss, 64, 64, 512, 4)]
     assert figures == [None] * len(figures)
-    assert dry_run.seconds_of_run(plan, arch) is None
+    assert dry_run.seconds_of_step(plan, arch) is None
     assert costs.model_flops(arch, 1, 64) is not None, "MFU does not depend on the loss"
 
 

@@ -36,7 +36,7 @@ def print_forecast(config: Config) -> None:
         *_run(plan, arch),
         *_memory(plan, arch),
         *_room(plan, arch),
-        *(_time_on_gpu(plan, arch) if config.gpu else _time(plan, arch)),
+        *_time(plan, arch),
         "",
         "nothing was run or written",
     ]:
@@ -87,73 +87,49 @@ def _room(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def _time(plan: Plan, arch: Architecture) -> list[str]:
-    trainer, computed = plan.config.trainer, kernel_flops(plan, arch)
+    """Lines: FLOPs, speed and duration; for a GPU of linrnn.costs also MFU, GPU-hours, price and the largest batch."""
+    config, trainer, gpu, steps = plan.config, plan.config.trainer, _gpu(plan), plan.total_steps
+    computed, seconds = kernel_flops(plan, arch), seconds_of_step(plan, arch)
     needed = costs.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
     if computed is None or needed is None:
         return ["", f"FLOPs and time: {UNKNOWN}"]
     lines = [
         "",
         f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
-        f"{sum(computed.values()):.3e} with what is computed again",
+        f"{sum(computed.values()):.3e} that the kernels compute",
     ]
-    if (total := seconds_of_run(plan, arch)) is None:
-        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
-    seconds = total / plan.total_steps
-    each = f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.1f} ms"
-    share = costs.ASSUMED_CPU_SHARE if plan.device.type == "cpu" else costs.ASSUMED_MFU
-    basis = f"at {share:.0%} of this device's peak rate; right to a factor of 2, small models on a GPU are slower"
-    return [*lines, f"  {each} a step, {duration(total)} in all ({basis})"]
-
-
-def _time_on_gpu(plan: Plan, arch: Architecture) -> list[str]:
-    """Lines: speed, hours, price and the largest batch on a GPU that need not be here."""
-    config, trainer, gpu = plan.config, plan.config.trainer, costs.GPUS[plan.config.gpu or ""]
-    peak = costs.peak_flops_per_second(gpu.name, plan.precision) or 0.0
-    rates = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, peak {peak / 1e12:,.0f} TFLOP/s"
-    lines = ["", f"on {gpu.name}: {size_in_words(gpu.memory_bytes)}, {rates} in {plan.precision}"]
-    seconds = costs.step_seconds(
-        arch,
-        gpu,
-        sequences=plan.sequences_of_rank,
-        micro_steps=trainer.accumulation_steps,
-        seq_len=trainer.seq_len,
-        precision=plan.precision,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        activation_checkpointing=trainer.activation_checkpointing,
-    )
     if seconds is None:
-        return [*lines, f"  time: {UNKNOWN}"]
-    off, unit = costs.uncertainty(gpu), plan.world_size // config.parallel.data_ranks(plan.world_size)
-    fast, slow, steps = seconds * (1 - off), seconds * (1 + off), plan.total_steps
-    mfu = costs.mfu(
-        arch,
-        seq_len=trainer.seq_len,
-        tokens_per_second=plan.tokens_per_step / seconds,
-        device_name=gpu.name,
-        precision=plan.precision,
-        n_devices=plan.world_size,
-    )["mfu"]
-    hours = [time * steps * plan.world_size / 3600 for time in (fast, slow)]
-    price = "; gpu_price=PRICE of an hour gives its price"
-    if config.gpu_price is not None:
-        price = f", price {hours[0] * config.gpu_price:,.2f} to {hours[1] * config.gpu_price:,.2f}"
-    batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
-    rows = (
-        "9 of 10 committed rows of H100 and H200 lie within it"
-        if gpu.is_measured
-        else "no committed row is of this GPU"
-    )
-    digits = 2 if hours[0] >= 0.1 else 4
+        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
+    off = costs.uncertainty(gpu) if gpu else 0.0
+    fast, slow = (seconds * (1 - off), seconds * (1 + off)) if gpu else (seconds / 2, seconds * 2)
+    speed = f"{plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
+    whole = f"{duration(fast * steps)} to {duration(slow * steps)}"
+    more = ["  the range of times is a factor of 2 either way; small models on a GPU are slower"]
+    if gpu:
+        peak = costs.peak_flops_per_second(gpu.name, plan.precision) or math.inf
+        rates = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, peak {peak / 1e12:,.0f} TFLOP/s"
+        lines += [f"on {gpu.name}: {size_in_words(gpu.memory_bytes)}, {rates} in {plan.precision}"]
+        mfu = needed / (seconds * peak)
+        speed += f", MFU {mfu / (1 + off):.0%} to {mfu / (1 - off):.0%}"
+        hours = [time * steps * plan.world_size / 3600 for time in (fast, slow)]
+        digits = 2 if hours[0] >= 0.1 else 4
+        whole += f", {hours[0]:,.{digits}f} to {hours[1]:,.{digits}f} GPU-hours"
+        if config.gpu_price is None:
+            whole += "; gpu_price=PRICE of an hour gives its price"
+        else:
+            whole += f", price {hours[0] * config.gpu_price:,.2f} to {hours[1] * config.gpu_price:,.2f}"
+        unit = plan.world_size // config.parallel.data_ranks(plan.world_size)
+        batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
+        most = UNKNOWN if batch is None else f"trainer.batch_size={unit * batch}"
+        rows = "9 of 10 committed rows of H100 and H200 lie within it"
+        rows = rows if gpu.is_measured else "no committed row is of this GPU"
+        more = [f"  largest batch  {most}, without fragmentation", f"  the range of times is {off:.0%}: {rows}"]
     return [
         *lines,
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
-        f"  speed          {plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
-        + ("" if mfu is None else f", MFU {mfu / (1 + off):.0%} to {mfu / (1 - off):.0%}"),
-        f"  the whole run  {duration(fast * steps)} to {duration(slow * steps)}, "
-        f"{hours[0]:,.{digits}f} to {hours[1]:,.{digits}f} GPU-hours{price}",
-        f"  largest batch  {UNKNOWN if batch is None else f'trainer.batch_size={unit * batch}'}, without fragmentation",
-        f"  the range of times is {off:.0%}: {rows}",
+        f"  speed          {speed}",
+        f"  the whole run  {whole}",
+        *more,
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
     ]
 
@@ -189,18 +165,34 @@ def kernel_flops(plan: Plan, arch: Architecture) -> dict[str, int] | None:
     )
 
 
-def seconds_of_run(plan: Plan, arch: Architecture) -> float | None:
-    """Expected seconds of all steps on this device; None if FLOPs or the device's peak rate are unknown."""
-    if (flops := kernel_flops(plan, arch)) is None:
-        return None
+def _gpu(plan: Plan) -> costs.Gpu | None:
+    """The GPU of the forecast: the one that `gpu` names, else this device; None if linrnn.costs does not know it."""
+    if plan.config.gpu:
+        return costs.GPUS[plan.config.gpu]
+    return next((gpu for gpu in costs.GPUS.values() if gpu.name == device_name(plan.device)), None)
+
+
+def seconds_of_step(plan: Plan, arch: Architecture) -> float | None:
+    """Expected seconds of a step; None if the formulas or the device's peak rate are unknown."""
+    trainer, flops = plan.config.trainer, kernel_flops(plan, arch)
+    if gpu := _gpu(plan):
+        return costs.step_seconds(
+            arch,
+            gpu,
+            sequences=plan.sequences_of_rank,
+            micro_steps=trainer.accumulation_steps,
+            seq_len=trainer.seq_len,
+            precision=plan.precision,
+            loss=plan.config.loss,
+            optimizer=plan.config.optimizer,
+            activation_checkpointing=trainer.activation_checkpointing,
+        )
+    rate: float | None
     if plan.device.type == "cpu":
         rate, share = _cpu_rate(compute_dtype(plan.precision)), costs.ASSUMED_CPU_SHARE
     else:
-        found, share = costs.peak_flops_per_second(device_name(plan.device), plan.precision), costs.ASSUMED_MFU
-        if found is None:
-            return None
-        rate = found
-    return plan.total_steps * sum(flops.values()) / (rate * share)
+        rate, share = costs.peak_flops_per_second(device_name(plan.device), plan.precision), costs.ASSUMED_MFU
+    return None if flops is None or rate is None else sum(flops.values()) / (rate * share)
 
 
 @lru_cache

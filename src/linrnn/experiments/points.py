@@ -156,7 +156,7 @@ def _shared_directory(first: Point, second: Point) -> ConfigError:
 def _foresee(point: Point) -> Point:
     from linrnn.data import vocabulary_size
     from linrnn.data.readers import find_files
-    from linrnn.experiments.dry_run import seconds_of_run
+    from linrnn.experiments.dry_run import seconds_of_step
     from linrnn.training.plan import Plan, check_step_fits, make_training_plan
     from linrnn.training.runtime import check_memory_budget, resolve_device, resolve_precision
 
@@ -165,9 +165,9 @@ def _foresee(point: Point) -> Point:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
         arch = plan.architecture(vocabulary_size(config.data))
-        estimate, seconds = plan.memory_estimate(arch), seconds_of_run(plan, arch)
+        estimate, seconds = plan.memory_estimate(arch), seconds_of_step(plan, arch)
         memory = None if estimate is None else estimate.peak
-        total = None if seconds is None else START_SECONDS + seconds
+        total = None if seconds is None else START_SECONDS + plan.total_steps * seconds
         point = dataclasses.replace(point, memory_bytes=memory, seconds=total)
         if isinstance(config.data, TextDataConfig):
             named = [("data.sources", source.path) for source in config.data.sources]
