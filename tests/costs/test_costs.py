@@ -29,7 +29,7 @@ from linrnn.costs import (
 )
 from linrnn.costs.flops import forward_flops
 from linrnn.experiments.dry_run import kernel_flops as foreseen_flops
-from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig, cce_scheme
+from linrnn.losses.cce import CceFilterLossConfig, CceKahan, CceKahanLossConfig
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
 from linrnn.losses.liger import LigerLossConfig
@@ -311,7 +311,7 @@ def test_a_filter_is_foreseen_as_what_it_does():
         (IF_FASTER, small, KAHAN),
     ):
         assert loss_memory(loss, *shape) == loss_memory(like, *shape)
-        assert cce_scheme(loss, *shape) == cce_scheme(like, *shape)
+        assert CceKahan.products(loss, *shape) == CceKahan.products(like, *shape)
     assert loss_memory(FILTER, *large) != loss_memory(KAHAN, *large)
     config = configured("model=gla", "size=1b3")
     arch = resolve(config.model, config.size, 131072)

@@ -14,17 +14,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError
-from linrnn.losses.base import BF16, FP32, IGNORE_INDEX, Bytes, LossBackend
+from linrnn.losses.base import BF16, FP32, IGNORE_INDEX, OBJECTIVE, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
 from linrnn.losses.requirements import require_own_kernels
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from cce_kernels.options import Options
+    from cce_kernels.planner import Plan, Problem
     from torch import Tensor
 
 MIB = 2**20
@@ -78,17 +80,6 @@ class CceFilterLossConfig(CceKahanLossConfig):
     )
 
 
-class Scheme(NamedTuple):
-    """Three products with chunks of `rows` token rows, or (rows = 0) four with chunks of `columns` entries.
-
-    filtered: whether a gradient entry may be left out.
-    """
-
-    rows: int
-    columns: int
-    filtered: bool = False
-
-
 def filters(loss: CceKahanLossConfig) -> bool:
     """Whether a gradient entry may be left out. With `filter_mass` = 0 none may."""
     return isinstance(loss, CceFilterLossConfig) and loss.filter_mass != 0
@@ -99,28 +90,38 @@ def over_shards(loss: LossConfig) -> LossConfig:
     return replace(loss, filter_mass=0.0) if isinstance(loss, CceFilterLossConfig) else loss
 
 
-def cce_scheme(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Scheme:
-    """The scheme for a batch of `n_tokens`; hidden states and weight have `compute` bytes an element."""
-    from cce_kernels.planner import COLUMN_MULTIPLE, WorkspaceTooSmall, plan  # imports torch: 2 s
-
-    try:
-        chosen = plan(*_planned(loss, n_tokens, d, vocab, compute))
-    except WorkspaceTooSmall:  # a call refuses
-        return Scheme(0, COLUMN_MULTIPLE, filters(loss))
-    return Scheme(chosen.rows, 0) if chosen.rows else Scheme(0, chosen.columns, filters(loss) and not chosen.exact)
+def kernel_options(loss: CceKahanLossConfig) -> dict[str, Any]:
+    """The options of `linear_cross_entropy` that the loss sets."""
+    of_filter = ("filter_eps", "filter_unbiased", "filter_mass", "filter_if_faster", "filter_c")
+    keys = ("accumulate", "workspace_mib", *OBJECTIVE, *(of_filter if isinstance(loss, CceFilterLossConfig) else ()))
+    return {key: getattr(loss, key) for key in keys}
 
 
-def _planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple:
-    """The planner's arguments: problem, multiprocessors, options."""
-    import torch
+def _options(loss: CceKahanLossConfig) -> Options:
+    """The same as the kernels keep them."""
     from cce_kernels.options import Options
-    from cce_kernels.planner import Problem
+
+    given = kernel_options(loss)
+    options = Options(**{**given, "filter_mass": given.get("filter_mass") or None})
+    return options if filters(loss) else options.without_filter()
+
+
+def planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> tuple[Problem, Plan, bool]:
+    """How the kernels see a batch of `n_tokens`, their plan for it, and whether a gradient entry may be left out.
+
+    Args:
+        compute: bytes of an element of hidden states and weight.
+    """
+    import torch
+    from cce_kernels.planner import COLUMN_MULTIPLE, Plan, Problem, WorkspaceTooSmall, plan
 
     dtype = torch.bfloat16 if compute == BF16 else torch.float32
     problem = Problem(n_tokens, d, vocab, dtype, dtype, dtype, main_grad=False, uniform=True, has_bias=False)
-    keys = ["accumulate", "workspace_mib", "z_loss", "softcap", "label_smoothing"]
-    keys += ["filter_eps", "filter_unbiased", "filter_c", "filter_if_faster"] if filters(loss) else []
-    return problem, MULTIPROCESSORS, Options(**{key: getattr(loss, key) for key in keys})
+    try:
+        found = plan(problem, MULTIPROCESSORS, _options(loss))
+    except WorkspaceTooSmall:  # a call refuses
+        found = Plan(0, COLUMN_MULTIPLE)
+    return problem, found, filters(loss) and not (found.rows or found.exact)
 
 
 def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
@@ -143,13 +144,7 @@ class CceKahan(LossBackend):
     def __init__(self, config: CceKahanLossConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._kernels = import_module("cce_kernels")
-        self._options = {
-            "ignore_index": IGNORE_INDEX,
-            "reduction": "sum",
-            "accumulate": config.accumulate,
-            "workspace_mib": config.workspace_mib,
-            **self.objective,
-        }
+        self._options = {"ignore_index": IGNORE_INDEX, "reduction": "sum", **kernel_options(config)}
         self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
         self._spread = False
         self._agreed: set[tuple[Any, ...]] = set()  # calls that the ranks have compared with each other
@@ -172,26 +167,25 @@ class CceKahan(LossBackend):
     def memory(cls, config: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes:
         from cce_kernels.planner import copied_bytes, stored_bytes
 
-        scheme = cce_scheme(config, n_tokens, d, vocab, compute)
+        problem, plan, filtered = planned(config, n_tokens, d, vocab, compute)
         hidden = n_tokens * d
         gradients = (hidden + vocab * d) * compute
         copies = copied_bytes(n_tokens, d, vocab) if compute == BF16 else 0
-        if scheme.filtered and compute == BF16 and not _on_one_gradient(config):
+        if filtered and compute == BF16 and not _on_one_gradient(config):
             # forward: lists and exponentials; backward: lists and products
             budget = (config.workspace_mib or WORKSPACE_MIB) * MIB
             return copies + budget, copies + gradients + budget
-        if not scheme.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
+        if not plan.rows:  # dlogits of the chunk's columns; the compensation of dE's rounding
             lost = {"kahan": 1, "fp32": FP32, "bf16": 0}[config.accumulate] if compute < FP32 else 0
-            return copies, copies + gradients + hidden * lost + n_tokens * scheme.columns * compute
-        problem, multiprocessors, options = _planned(config, n_tokens, d, vocab, compute)
-        held = copies + sum(stored_bytes(problem, scheme.rows, multiprocessors, options))
-        apart = config.accumulate == "fp32" and scheme.rows < n_tokens  # else the gradients' own memory holds the sums
+            return copies, copies + gradients + hidden * lost + n_tokens * plan.columns * compute
+        held = copies + sum(stored_bytes(problem, plan.rows, MULTIPROCESSORS, _options(config)))
+        apart = config.accumulate == "fp32" and plan.rows < n_tokens  # else the gradients' own memory holds the sums
         return held + (0 if apart else gradients), held + gradients
 
     @classmethod
     def products(cls, config: CceKahanLossConfig, *sizes: int) -> int:
-        scheme = cce_scheme(config, *sizes)
-        return 3 if scheme.rows else 4 + (scheme.filtered and _on_one_gradient(config))  # logits of either threshold
+        _, plan, filtered = planned(config, *sizes)
+        return 3 if plan.rows else 4 + (filtered and _on_one_gradient(config))  # logits of either threshold
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N), {}
@@ -237,17 +231,10 @@ class CceFilter(CceKahan):
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
         super().check(config, device, dtype)
         assert isinstance(config, CceFilterLossConfig)
-        if not 0 < config.filter_eps < 1:
-            raise ConfigError(
-                f"loss.filter_eps={config.filter_eps:g} is not between 0 and 1",
-                "use 2.44140625e-4 (2^-12), or loss=cce_kahan for no filter",
-            )
-        if config.filter_mass is not None and not config.filter_mass < 1:
-            raise ConfigError(
-                f"loss.filter_mass={config.filter_mass:g} is not below 1", "use null to let any mass be dropped"
-            )
+        try:
+            _options(config)
+        except ValueError as error:
+            raise ConfigError(f"loss.{error}", "use a value in this range, or loss=cce_kahan for no filter") from error
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        keys = ("filter_eps", "filter_unbiased", "filter_c", "filter_mass", "filter_if_faster")
-        options = {key: getattr(self.config, key) for key in keys}
-        return self._call(hidden_ND, weight_VD, labels_N, return_stats=True, **options)
+        return self._call(hidden_ND, weight_VD, labels_N, return_stats=True)
