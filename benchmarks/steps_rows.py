@@ -82,6 +82,11 @@ class Row:
         layer, step = self.loss_layer_ms, self.step_ms
         return None if layer is None or step is None else layer / step
 
+    @property
+    def speed_with_a_free_loss(self) -> float | None:
+        """The step's speed, as a multiple, if the output layer took no time."""
+        return None if self.loss_layer_share is None else 1 / (1 - self.loss_layer_share)
+
 
 def ratio_of(row: Row, base: Row | None) -> Estimate | None:
     """Time divided by the base's in the same round, for equally many tokens; None without rounds of one process."""

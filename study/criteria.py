@@ -20,7 +20,7 @@ CRITERIA: dict[str, Target] = {
 }
 FOLDERS: dict[str, Any] = yaml.safe_load((HERE / "folders.yaml").read_text())
 
-BATCH, SPEED, SPEED_AT_LARGEST, BACKWARD = (CRITERIA[n] for n in ("BATCH", "SPEED", "SPEED_AT_LARGEST", "BACKWARD"))
+BATCH, BACKWARD = CRITERIA["BATCH"], CRITERIA["BACKWARD"]
 PERPLEXITY, VALID_LOSS, CURVES = (CRITERIA[name] for name in ("PERPLEXITY", "VALID_LOSS", "CURVES"))
 MVE_LOSS, FINAL_LOSS = CRITERIA["MVE_LOSS"], CRITERIA["FINAL_LOSS"]
 COMPENSATED = "accumulate=kahan"

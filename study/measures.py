@@ -19,7 +19,7 @@ from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
 from study.searches import batch_verdicts, searches_on_the_h100
-from study.step_speed import StepSpeed, filter_speeds, step_speeds
+from study.step_speed import filter_speeds, speed_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CLAIMS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
@@ -99,31 +99,10 @@ def beside_own(folder: str, where: Where, field: str) -> Measured:
 @measure
 def step_speed(folders: str | list[str], where: Where, against: str) -> Measured:
     """Tokens/s of a loss as a multiple of another's in the same process."""
-    return [(one.verdict.value, one.verdict.n) for one in _speeds(folders, where, against) if one.verdict.value]
-
-
-@measure
-def free_loss(folders: str | list[str], where: Where, against: str) -> Measured:
-    """How many times as fast a step would be with an output layer that takes no time."""
-    return [(one.attainable, one.verdict.n) for one in _speeds(folders, where, against) if one.attainable]
-
-
-def _speeds(folders: str | list[str], where: Where, against: str) -> Iterator[StepSpeed]:
-    for one in step_speeds(list(_steps(folders))):
-        if one.verdict.against == against and _holds(one.row, where):
-            yield one
-
-
-@measure
-def step_time(folders: str | list[str], where: Where, of: str) -> Measured:
-    """The time of a step with a loss, as a multiple of another's in the same rounds."""
     rows = list(_steps(folders))
-    times = {(row.run, row.line, row.loss): row.wall_ms for row in rows if row.wall_ms}
-    return [
-        (median(own / base for own, base in zip(row.wall_ms, times[row.run, row.line, of], strict=True)), row.rounds)
-        for row in rows
-        if _holds(row, where) and (row.run, row.line, of) in times and row.wall_ms
-    ]
+    bases = {(row.run, row.line): row for row in rows if row.loss == against}
+    found = (speed_of(row, bases.get((row.run, row.line))) for row in rows if _holds(row, where))
+    return [(speed.value, speed.n) for speed in found if speed is not None]
 
 
 @measure

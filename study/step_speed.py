@@ -1,4 +1,4 @@
-"""Verdicts on speed from the rows of benchmarks: whole steps, and the backward pass of a filter.
+"""Speeds from the rows of benchmarks: whole steps, and the backward pass of a filter.
 
 A pair is an interleaved repetition: both losses have a turn in it. The interval holds the noise of these repetitions.
 It does not hold what differs between processes, such as the kernels that were tuned, the clocks and the CPU.
@@ -14,7 +14,8 @@ from benchmarks.common import grouped
 from benchmarks.steps_rows import AGAIN, Row, options_of, ratio_of
 from linrnn.models.facts import model_in_words
 from linrnn.report.targets import BASELINES, Verdict, judge
-from study.criteria import BACKWARD, SPEED, SPEED_AT_LARGEST
+from linrnn.runs.intervals import Estimate, estimate
+from study.criteria import BACKWARD
 
 HOST_DECIDES = 0.97  # a step is CPU-bound if the CPU issues kernels for so large a part of it
 CPU_BOUND = "CPU-bound"
@@ -23,52 +24,17 @@ FILTER = "cce_filter"
 FILTERED = 1.5  # a filtered dE errs more than this multiple of fp32 logits' error; an exact one does not
 
 
-@dataclass(frozen=True)
-class StepSpeed:
-    """A verdict on tokens/s at the same batch, and the rows behind it.
-
-    Attributes:
-        verdict: its setting names the configuration in words.
-        row, base: the judged loss, and the baseline.
-    """
-
-    verdict: Verdict
-    row: Row
-    base: Row
-
-    @property
-    def attainable(self) -> float | None:
-        """The ratio of a loss layer that takes no time; None if the baseline's was not measured."""
-        step, of_loss = self.base.step_ms, self.base.loss_layer_ms
-        return step / (step - of_loss) if step and of_loss and of_loss < step else None
-
-
-def step_speeds(rows: Sequence[Row]) -> Iterator[StepSpeed]:
-    """A verdict for every loss of every configuration against compiled and eager, where both ran in one process.
-
-    A line whose losses have batches of their own is held to the target of the largest batches.
-
-    It is inconclusive where either loss's steps are CPU-bound. AGAIN, the A/A test, is judged against compiled alone:
-    the same loss, whose ratio shows the noise.
-    """
-    names = names_of(rows)
-    for own in _lines(rows):
-        target = SPEED_AT_LARGEST if len(set(_batches(own))) > 1 else SPEED
-        losses = {row.loss: row for row in own}
-        for row in losses.values():
-            for against in BASELINES[:1] if row.loss == AGAIN else BASELINES:
-                base = losses.get(against)
-                if base is None or base is row or ratio_of(row, base) is None:
-                    continue
-                doubts = [CPU_BOUND] if max(host_share(row), host_share(base)) >= HOST_DECIDES else []
-                about = row.model, row.loss, base.loss, speeds(row, base)
-                yield StepSpeed(judge(target, *about, setting=names[row.line], doubts=doubts), row, base)
-
-
 def speeds(row: Row, base: Row) -> list[float]:
     """Ratios of tokens/s, one a repetition."""
     more = row.batch / base.batch
     return [of_base / own * more for own, of_base in zip(row.wall_ms, base.wall_ms, strict=True)]
+
+
+def speed_of(row: Row | None, base: Row | None) -> Estimate | None:
+    """Tokens/s as a multiple of another loss's; None unless both ran in one process."""
+    if row is None or base is None or ratio_of(row, base) is None:
+        return None
+    return estimate(speeds(row, base), ratios=True)
 
 
 def host_share(row: Row) -> float:

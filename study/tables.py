@@ -19,7 +19,7 @@ from linrnn.report.verdicts import EXACT
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
 from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
 from study.searches import Search, batch_verdicts
-from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speeds, step_speeds
+from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speed_of, speeds
 
 Rows = Iterable[Sequence[object]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
@@ -71,8 +71,6 @@ def interval(found: Verdict | None, form: str = ".3f") -> str:
     """The median and the 90 % interval."""
     if found is None or found.value is None:
         return "-"
-    if CPU_BOUND in found.remark:
-        return CPU_BOUND
     return between(found.value, found.low, found.high, form)
 
 
@@ -183,11 +181,19 @@ def ratios(folders: list[list[str]], of: Sequence[tuple[str, str]]) -> Rows:
     """Lines of one list of folders are named together: they differ in the vocabulary. CPU-bound ones are left out."""
     for names in folders:
         own = rows_of(*names)
-        found = {(one.row.line, one.verdict.backend, one.verdict.against): one.verdict for one in step_speeds(own)}
+        found = {(row.line, row.loss): row for row in own}
         for line, setting in names_of(own).items():
-            cells = [interval(found.get((line, *pair))) for pair in of]
+            cells = [times_as_fast(*(found.get((line, loss)) for loss in pair)) for pair in of]
             if set(cells) - {"-", CPU_BOUND}:
                 yield plain(setting), *cells
+
+
+def times_as_fast(row: Row | None, base: Row | None) -> str:
+    speed = speed_of(row, base)
+    if row is None or base is None or speed is None:
+        return "-"
+    cpu_bound = max(host_share(row), host_share(base)) >= HOST_DECIDES
+    return CPU_BOUND if cpu_bound else between(speed.value, speed.low, speed.high)
 
 
 DETAILS = ("output layer, ms", "of the step", "peak, GiB", "CPU busy", "n")

@@ -24,8 +24,6 @@ from linrnn.training.checkpoint import found
 from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
-from study.criteria import SPEED_AT_LARGEST
-from study.step_speed import step_speeds
 
 pytestmark = pytest.mark.usefixtures("traced")
 SMALL = "size=smoke size.vocab_size=96 trainer.batch_size=2 trainer.seq_len=16 trainer.precision=fp32"
@@ -235,12 +233,6 @@ def test_each_loss_may_have_a_batch_of_its_own(tmp_path):
     assert ours.ratio == pytest.approx(estimate(pairs, ratios=True).value), "for equally many tokens"
     assert ours.tokens_per_second == pytest.approx(3 * 16 / median(ours.wall_ms) * 1e3)
     assert len({row.loss_nats for row in (compiled, eager, ours)}) == 3, "other batches have other losses"
-    [verdict] = [
-        one.verdict for one in step_speeds(rows) if (one.row.loss, one.verdict.against) == ("cce_kahan", "compiled")
-    ]
-    assert verdict.target is SPEED_AT_LARGEST
-    speeds = [1.5 * base / ms for ms, base in zip(ours.wall_ms, compiled.wall_ms, strict=True)]
-    assert verdict.value == pytest.approx(median(speeds))
 
 
 @pytest.mark.parametrize("committed", COMMITTED, ids=lambda folder: folder.name)

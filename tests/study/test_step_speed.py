@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.steps_rows import AGAIN, Row
-from study.criteria import SPEED, SPEED_AT_LARGEST
-from study.step_speed import CPU_BOUND, StepSpeed, names_of, step_speeds
+from study.step_speed import CPU_BOUND, names_of, speed_of
+from study.tables import times_as_fast
 
 LINE = "model=gla size=1b3"
 SMALL = "model=gla size=350m size.vocab_size=32000"
@@ -20,37 +20,25 @@ def times(row: Row, factor: float, **other: object) -> Row:
     return replace(row, wall_ms=[ms * factor for ms in row.wall_ms], **other)  # type: ignore[arg-type]
 
 
-def found(*others: Row) -> dict[tuple[str, str | None], StepSpeed]:
-    return {(one.verdict.backend, one.verdict.against): one for one in step_speeds([ROW, *others])}
-
-
 def test_the_ratio_is_of_tokens_per_second_and_each_round_is_a_pair():
-    eager = times(ROW, 1.2, loss="standard")
-    speeds = found(replace(ROW, loss=AGAIN), eager, times(ROW, 0.9, loss="cce_kahan"))
-    ours = speeds["cce_kahan", "compiled"]
-    assert (ours.verdict.value, ours.verdict.n, ours.verdict.verdict) == (pytest.approx(1 / 0.9), 5, "reached")
-    assert ours.attainable == pytest.approx(100 / 80), "a loss layer of 20 ms in a step of 100"
-    assert speeds["cce_kahan", "standard"].verdict.value == pytest.approx(1.2 / 0.9)
-    assert speeds["standard", "compiled"].verdict.verdict == "not reached"
-    assert [against for backend, against in speeds if backend == AGAIN] == ["compiled"], "the control"
-    assert speeds[AGAIN, "compiled"].verdict.value == 1
+    ours = times(ROW, 0.9, loss="cce_kahan")
+    speed = speed_of(ours, ROW)
+    assert speed is not None
+    assert (speed.value, speed.n) == (pytest.approx(1 / 0.9), 5)
+    larger = speed_of(replace(ours, batch=16), ROW)
+    assert larger is not None
+    assert larger.value == pytest.approx(2 / 0.9), "for equally many tokens"
+    assert ROW.speed_with_a_free_loss == pytest.approx(100 / 80), "a loss layer of 20 ms in a step of 100"
 
 
-def test_what_shares_no_process_with_its_baseline_has_no_verdict():
-    out = replace(ROW, loss="standard", status="out_of_memory", wall_ms=[])
-    assert found(out, times(ROW, 0.9, loss="cce_kahan", run="b")) == {}
+@pytest.mark.parametrize("other", [{"status": "out_of_memory", "wall_ms": []}, {"run": "b"}])
+def test_what_shares_no_process_with_its_baseline_has_no_ratio(other):
+    assert speed_of(ROW, replace(ROW, **other)) is None  # type: ignore[arg-type]
+    assert times_as_fast(ROW, replace(ROW, **other)) == "-"  # type: ignore[arg-type]
 
 
 def test_a_step_that_waits_for_the_host_decides_nothing():
-    slow = times(ROW, 1.0, loss="cce_kahan", host_ms=[99.0] * 5)
-    verdict = found(slow)["cce_kahan", "compiled"].verdict
-    assert (verdict.verdict, verdict.remark) == ("inconclusive", CPU_BOUND)
-
-
-def test_four_rounds_decide_nothing():
-    few = {"wall_ms": ROW.wall_ms[:4], "host_ms": ROW.host_ms[:4]}
-    [speed] = step_speeds([replace(ROW, **few), replace(ROW, loss="cce_kahan", **few)])  # type: ignore[arg-type]
-    assert (speed.verdict.verdict, speed.verdict.remark) == ("inconclusive", "n = 4, needs 5")
+    assert times_as_fast(times(ROW, 1.0, host_ms=[99.0] * 5), ROW) == CPU_BOUND
 
 
 def test_a_line_is_named_by_what_tells_it_apart():
@@ -66,11 +54,8 @@ def test_a_line_is_named_by_what_tells_it_apart():
     }
 
 
-def test_a_line_with_batches_of_its_own_names_them_and_is_held_to_the_largest_batches():
+def test_a_line_with_batches_of_its_own_names_them():
     line = f"{LINE} trainer.activation_checkpointing=none"
     own = [replace(ROW, line=line, loss=loss, batch=batch) for loss, batch in (("compiled", 8), (AGAIN, 8))]
     own += [replace(own[0], loss="standard", batch=5), replace(own[0], loss="cce_kahan", batch=8)]
     assert names_of(own) == {line: "GLA 1b3, 8 / 5 / 8 x 2,048"}
-    speeds = step_speeds(own)
-    assert {one.verdict.target for one in speeds} == {SPEED_AT_LARGEST}, "also where two batches are equal"
-    assert {one.verdict.target for one in step_speeds([row for row in own if row.batch == 8])} == {SPEED}
