@@ -1,6 +1,7 @@
 """Functions for the notebooks: results by name, tables and figures. They say so if something was not measured."""
 
 import base64
+import contextlib
 import io
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +12,7 @@ from benchmarks.steps_rows import Row, read_rows
 from linrnn.config import CONFIG_DIR
 from linrnn.core.errors import DataError
 from linrnn.core.tables import Table
-from linrnn.report.runs import COMMITTED, REPORTS, Run, environment_of, origin_warning, read_committed, read_runs
+from linrnn.report.runs import Run, environment_of, find_group, origin_warning
 
 FOLDERS = ("summaries", "bench_loss", "bench_steps")  # of committed results for notebooks
 RESULTS = "LINRNN_RESULTS"  # environment variable for another results directory than the repository's
@@ -23,30 +24,22 @@ def results_dir() -> Path:
 
 
 def load(*groups: str) -> list[Run]:
-    """The runs of the first of `groups` that was run here, or else of the first that is committed; [] if none is."""
+    """The runs of the first of `groups` that was run here or is committed; [] if none is."""
     for group in groups:
-        try:
-            runs = read_runs(results_dir() / group)
-        except DataError:
-            continue
-        return _told(runs, group)
-    for group in groups:
-        if (results_dir() / REPORTS / group / COMMITTED).exists():
-            return _told(read_committed(results_dir() / REPORTS / group), f"{REPORTS}/{group}")
+        with contextlib.suppress(DataError):
+            runs, directory = find_group(results_dir(), group)
+            if warning := origin_warning(runs):
+                print(f"warning: {warning}")
+            environment = environment_of(runs)
+            gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
+            commit = (environment.get("git") or {}).get("commit")
+            name = directory.relative_to(results_dir())
+            print(f"{len(runs)} runs of {name}, made on {gpus} at commit {str(commit)[:9]}")
+            return runs
     sweep = (CONFIG_DIR / "sweep" / f"{groups[0]}.yaml").exists()
     how = f"python scripts/sweep.py sweep={groups[0]} makes them" if sweep else "the files in configs/sweep say how"
     print(f"not measured: no results of {' or '.join(groups)}; {how}")
     return []
-
-
-def _told(runs: list[Run], name: str) -> list[Run]:
-    if warning := origin_warning(runs):
-        print(f"warning: {warning}")
-    environment = environment_of(runs)
-    gpus = ", ".join(gpu["name"] for gpu in environment.get("gpus", [])) or environment.get("cpu")
-    commit = (environment.get("git") or {}).get("commit")
-    print(f"{len(runs)} runs of {name}, made on {gpus} at commit {str(commit)[:9]}")
-    return runs
 
 
 def load_steps(folder: str) -> list[Row]:
