@@ -32,6 +32,7 @@ from linrnn.training.runtime import device_name, resolve_device
 
 AnyRow = TypeVar("AnyRow")
 RESAMPLES = 2000  # of interval_of_median
+ROWS, RUNS = "rows.jsonl", "runs.jsonl"
 
 
 # ----------------------------------------------------------------------------------------------------------- keys
@@ -126,11 +127,10 @@ class Record:
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S.%f}"  # noqa: TID251  a label
         self.run = {"id": self.id, "command": command_line(), "config": asdict(config)}
         self.run["environment"] = describe_environment()
-        _append(self.directory / "runs.jsonl", [self.run])
+        _append(self.directory / RUNS, [self.run])
 
-    def add(self, *rows: Any, name: str = "rows.jsonl") -> None:
-        """Add rows to a file."""
-        _append(self.directory / name, [asdict(row) for row in rows])
+    def add(self, *rows: Any) -> None:
+        _append(self.directory / ROWS, [asdict(row) for row in rows])
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
@@ -152,13 +152,11 @@ def _read(path: Path, make: Callable[[dict[str, Any]], AnyRow]) -> list[AnyRow]:
 
 def read_runs(directory: Path) -> dict[str, dict[str, Any]]:
     """The runs of runs.jsonl by id."""
-    return dict(_read(directory / "runs.jsonl", lambda run: (run["id"], run)))
+    return dict(_read(directory / RUNS, lambda run: (run["id"], run)))
 
 
-def last_rows(
-    directory: Path, row_type: type[AnyRow], key: Callable[[AnyRow], Hashable], name: str = "rows.jsonl"
-) -> list[AnyRow]:
-    """The last row of a file for every key, in the order of the first ones.
+def last_rows(directory: Path, row_type: type[AnyRow], key: Callable[[AnyRow], Hashable]) -> list[AnyRow]:
+    """The last row for every key, in the order of the first ones.
 
     Fields that `row_type` does not have are left out: committed rows hold more than is measured today.
 
@@ -167,7 +165,7 @@ def last_rows(
     """
     known = {field.name for field in fields(row_type)}  # type: ignore[arg-type]
     make = lambda row: row_type(**{name: value for name, value in row.items() if name in known})  # noqa: E731
-    rows = _read(directory / name, make)
+    rows = _read(directory / ROWS, make)
     if not rows:
         raise DataError(f"no rows under {directory}", "measure them first: measure=true")
     return list({key(row): row for row in rows}.values())

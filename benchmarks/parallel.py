@@ -91,8 +91,6 @@ class StepRow:
     repeat: int = 1
     run: str = ""
 
-    file: ClassVar[str] = "steps.jsonl"
-
     @property
     def method(self) -> str:
         """`parallel`, how blocks are gathered if not one by one for each pass, and whether a CUDA graph is replayed."""
@@ -143,7 +141,7 @@ class Steps:
 
 def read_steps(directory: Path) -> list[StepRow]:
     """Every repeat of every setting."""
-    return common.last_rows(directory, StepRow, key=lambda row: (*_setting(row), row.repeat), name=StepRow.file)
+    return common.last_rows(directory, StepRow, key=lambda row: (*_setting(row), row.repeat))
 
 
 def _setting(row: StepRow) -> tuple[Any, ...]:
@@ -323,7 +321,7 @@ def run_benchmark(ranks: DistributedRanks, config: BenchConfig) -> None:
             tell(f"{name} {row.parallel}: {told}")
             if record is not None:
                 row.run = record.id
-                record.add(row, name=row.file)
+                record.add(row)
 
 
 def main(config: BenchConfig) -> None:

@@ -67,7 +67,7 @@ def row_of(option: str, ratio: float | None, run: str = "1", **changes) -> Row:
 def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
     failed = row_of("softcap=30", None, "2", status="failed", reason="RuntimeError: x")
     rows = row_of("plain", 0.9), row_of("bias", 1.2), row_of("plain", 1.0, "2"), failed
-    (tmp_path / certificate.FILE).write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     assert [(row.option, row.run) for row in read_rows(tmp_path)] == [
         ("softcap=30", "2"),
         ("bias", "1"),
@@ -79,13 +79,12 @@ def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
     assert "| s bf16 bias | 1.200 |" in text
 
 
-def test_the_command_writes_a_certificate_and_stops_in_time(tmp_path, command, command_here):
+def test_the_command_writes_a_certificate(tmp_path, command, command_here):
     script = ["benchmarks/certificate.py", "device=cpu", f"results_dir={tmp_path}", "shapes=[33x24x517]"]
     done = command(*script, "options=[plain,bias]", "dtypes=[bf16]")
     assert done.returncode == 0, done.stderr
-    path = tmp_path / "certificate" / "cpu" / "certificate.jsonl"
+    path = tmp_path / "certificate" / "cpu" / "rows.jsonl"
     assert [json.loads(line)["option"] for line in path.read_text().splitlines()] == ["plain", "bias"]
-    assert "0 seconds are over: 42 of 42 calls are not certified" in command_here(*script, "seconds=0").stdout
     for wrong in ("options=[telepathy]", "dtypes=[telepathy]"):
         done = command_here(*script, wrong)
         assert done.returncode == 2

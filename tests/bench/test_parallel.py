@@ -91,7 +91,7 @@ def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval(tmp_pa
     assert together.efficiency_in_words == "0.800 (0.800 to 0.800), n = 5"
     assert alone.efficiency_in_words == "-"
     rows.append(steps("fsdp", 2, 421.0, 0.95, run="b", cuda_graph=True))
-    (tmp_path / StepRow.file).write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
     assert read_steps(tmp_path) == rows
     [page, picture] = write_report(tmp_path)
     assert together.efficiency_in_words in page.read_text()

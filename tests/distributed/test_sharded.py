@@ -182,7 +182,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     log = tmp_path / "log"
     ranks = start_ranks(list(overrides), 2, log, script="benchmarks/parallel.py")
     assert ended(ranks, seconds=120) == [0, 0], output(log, 2)
-    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["parallel"], row["scaling"], row["repeat"]) for row in steps] == [
         (*of, repeat) for repeat in (1, 2) for of in (("none", "alone"), ("vocab", "weak"), ("ddp", "weak"))
     ]
