@@ -164,9 +164,17 @@ def apart(groups: list[str], where: Where, criterion: str) -> Measured:
 @measure
 def difference(group: str, where: Where, field: str) -> Measured:
     """A field of runs minus that of torch.compile's run of the same seed."""
-    runs = [run.summary for run in committed(RESULTS / group)]
+    return [(value, 1) for value in beside_compiled(RESULTS / group, field)[where["loss"]].values()]
+
+
+def beside_compiled(directory: Path, field: str) -> dict[str, dict[int, float]]:
+    """A field of a group's finished runs minus that of torch.compile's of the same seed, by loss and seed."""
+    runs = [run.summary for run in committed(directory) if run.finished]
     bases = {run["seed"]: run[field] for run in runs if run["loss"] == BASELINE}
-    return [(run[field] - bases[run["seed"]], 1) for run in runs if run["loss"] == where["loss"]]
+    found: dict[str, dict[int, float]] = {}
+    for run in (run for run in runs if run["loss"] != BASELINE):
+        found.setdefault(run["loss"], {})[run["seed"]] = run[field] - bases[run["seed"]]
+    return found
 
 
 @measure

@@ -7,26 +7,24 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from benchmarks.common import devices_of, save_picture
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER
 from benchmarks.steps_rows import Row as StepRow
-from benchmarks.steps_rows import read_rows as read_rows_of_steps
 from linrnn.core.files import read_object
 from linrnn.models.facts import model_in_words
 from linrnn.report.curves import difference
 from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, subplots
 from linrnn.report.plots import band, named
-from linrnn.report.runs import read_committed
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
 from study.gradient_noise import draw as draw_noise
-from study.measures import GIB, claim, told
-from study.searches import searches_on_the_h100
-from study.step_speed import CHECKPOINTING, speeds
+from study.measures import GIB, RESULTS, beside_compiled, claim, searches, told
+from study.step_speed import CHECKPOINTING
+from study.tables import gain, pairs, rows_of, runs_of
 
 MARGIN = FINAL_LOSS.bound  # nats
 KINDS = {"none": "no activation checkpointing", "full": "full activation checkpointing"}
@@ -43,20 +41,20 @@ PARTS = {
 NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 
-def draw(results: Path, output: Path) -> list[Path]:
-    """Draw every picture from the rows below `results`. Return the paths of the PNGs."""
+def draw(output: Path) -> list[Path]:
+    """Draw every picture. Return the paths of the PNGs."""
     pictures = step_by_loss, step, speed_by_vocabulary, largest_batch, final_loss, filters, gradient_noise
-    return [save_picture(picture(results), output / f"{picture.__name__}.png") for picture in pictures]
+    return [save_picture(picture(), output / f"{picture.__name__}.png") for picture in pictures]
 
 
 def colour_of(loss: str) -> str:
     return str(LOSSES[loss_of(loss)][0])
 
 
-def step_by_loss(results: Path) -> Any:
+def step_by_loss() -> Any:
     """One step of GLA 1.3B with each loss: time and peak memory. It draws whatever losses the folder's rows hold."""
-    directory = results / "bench_steps" / FOLDERS["step_by_loss"]
-    rows = [row for row in read_rows_of_steps(directory) if _plain_gla(row) and row.loss != AGAIN]
+    directory = RESULTS / "bench_steps" / FOLDERS["step_by_loss"]
+    rows = [row for row in rows_of(FOLDERS["step_by_loss"]) if _plain_gla(row) and row.loss != AGAIN]
     rows.sort(key=lambda row: -(row.step_ms or math.inf))
     figure, (times, memory) = subplots(1, 2, figsize=(8, 1.3 + 0.36 * len(rows)), sharey=True)
     for axes, key, form in ((times, "step_ms", "{:.0f} ms"), (memory, "peak_gib", "{:.0f} GiB")):
@@ -94,9 +92,9 @@ def _plain_gla(row: StepRow) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------ study
-def step(results: Path) -> Any:
+def step() -> Any:
     """Where a step's time goes for each model, and GLA's peak memory with each loss."""
-    directory = results / "summaries" / "breakdown"
+    directory = RESULTS / "summaries" / "breakdown"
     found = {
         words: read_object(directory / f"{name}.json", ("time", "memory"))
         for words, name in FOLDERS["breakdowns"].items()
@@ -108,7 +106,7 @@ def step(results: Path) -> Any:
     times.set_title("time: four models of 1.3B", loc="left")
     times.grid(visible=False, axis="y")
     without = found["GLA"]["memory"]["peak/without_loss_layer"]["measured"] / GIB
-    _peaks(memory, read_rows_of_steps(results / "bench_steps" / FOLDERS["device"]), without)
+    _peaks(memory, rows_of(""), without)
     share = claim("loss_part")["text"]
     figure.suptitle(f"At 1.3B the loss is {share} of a step, and without checkpointing the layers set the peak")
     legend_below(figure, bars, "One H100, 8 x 2,048 tokens, vocabulary 128,256.")
@@ -163,13 +161,12 @@ def _peaks(axes: Any, rows: Sequence[StepRow], without: float) -> None:
     axes.set_title("memory: GLA with each loss", loc="left")
 
 
-def speed_by_vocabulary(results: Path) -> Any:
+def speed_by_vocabulary() -> Any:
     """By how much steps with ours are faster than with each baseline, by vocabulary: lowest to highest setting."""
-    panels = {"350M, as CUDA graphs": ("350m", FOLDERS["steps"]), "1.3B": ("1b3", FOLDERS["steps"])}
     figure, grid = subplots(1, 2, figsize=(8, 3.9), sharey=True, width_ratios=(1.5, 1))
-    noise = _gains(results, FOLDERS["steps"], AGAIN, "")
-    for axes, (title, (size, folders)) in zip(grid, panels.items(), strict=True):
-        found = {loss: _gains(results, folders, loss, size) for loss in (EAGER, "liger", BASELINE)}
+    noise = _gains(AGAIN, BASELINE)  # how far torch.compile is from itself
+    for axes, (title, size) in zip(grid, {"350M, as CUDA graphs": "350m", "1.3B": "1b3"}.items(), strict=True):
+        found = {loss: _gains(EXACT, loss, size) for loss in (EAGER, "liger", BASELINE)}
         sizes = sorted({v for gains in found.values() for v in gains})
         spread = [abs(gain) for v, gains in noise.items() for gain in gains if v in sizes]
         axes.axhspan(-max(spread), max(spread), color=PALE, zorder=0)
@@ -190,18 +187,13 @@ def speed_by_vocabulary(results: Path) -> Any:
     return figure
 
 
-def _gains(results: Path, folders: list[list[str]], loss: str, size: str) -> dict[int, list[float]]:
-    """Percent by which ours is faster than `loss`, by vocabulary. Of AGAIN: how far torch.compile is from itself."""
+def _gains(ours: str, against: str, size: str = "") -> dict[int, list[float]]:
+    """Percent by which a loss is faster than another, by vocabulary."""
     found: dict[int, list[float]] = {}
-    for name in (name for names in folders for name in names):
-        rows = read_rows_of_steps(results / "bench_steps" / f"{FOLDERS['device']}{name}")
-        by_loss = {(row.line, row.loss): row for row in rows}
-        for row in rows:
-            base = by_loss.get((row.line, BASELINE if loss == AGAIN else loss))
-            wanted = row.loss == (AGAIN if loss == AGAIN else EXACT) and row.size == (size or row.size)
-            cpu_bound = row.size == "350m" and "cuda_graph" not in row.line
-            if wanted and not cpu_bound and base and base.wall_ms and row.wall_ms:
-                found.setdefault(row.v, []).append(100 * (median(speeds(row, base)) - 1))
+    for row, base in pairs(rows_of(*(name for names in FOLDERS["steps"] for name in names)), ours):
+        cpu_bound = row.size == "350m" and "cuda_graph" not in row.line
+        if base.loss == against and row.size == (size or row.size) and not cpu_bound:
+            found.setdefault(row.v, []).append(gain(row, base))
     return dict(sorted(found.items()))
 
 
@@ -217,10 +209,10 @@ def _ranges(axes: Any, places: Sequence[int], values: Sequence[Sequence[float]],
         axes.annotate(f"than {told(loss)}", (places[-1], high[-1]), (12, 5), color=colour, fontsize=9, **style)
 
 
-def largest_batch(results: Path) -> Any:
+def largest_batch() -> Any:
     """The largest batch by model and loss, as a multiple of `compiled`'s, from searches with an exact result."""
-    searches = searches_on_the_h100(results)
-    own = {(kind, model, loss): one.batch for (model, kind, loss), one in searches.items() if one.exact and one.batch}
+    found = searches(RESULTS)
+    own = {(kind, model, loss): one.batch for (model, kind, loss), one in found.items() if one.exact and one.batch}
     kinds = [kind for kind in KINDS if any(kind == one for one, _, _ in own)]
     models = list(dict.fromkeys(model for _, model, _ in own))
     figure, grid = subplots(1, len(kinds), figsize=(8, 1.7 + 0.46 * len(models)), sharey=True, squeeze=False)
@@ -240,7 +232,7 @@ def largest_batch(results: Path) -> Any:
     grid[0][0].set_ylim(len(models) - 0.5, -0.7)
     low, high = claim("batch_full")["text"].split(" to ")
     figure.suptitle(f"With full checkpointing {low} to {high} times torch.compile's batch fits; Liger's is the same")
-    length = next(iter(next(iter(searches.values())).probes.values()))["seq_len"]
+    length = next(iter(next(iter(found.values())).probes.values()))["seq_len"]
     shown = {told(name): dots[name] for name in sorted(dots, key=ORDER.index)}
     legend_below(figure, shown, f"Sequences of {length:,} tokens, one search each.")
     return figure
@@ -257,23 +249,18 @@ def _dot(axes: Any, place: int, name: str, ratio: float, words: str) -> Any:
     return dot
 
 
-def final_loss(results: Path) -> Any:
+def final_loss() -> Any:
     """Final training losses minus torch.compile's, a dot a seed, over the band of the noise-floor run."""
     panels = {"10M parameters, 5M tokens": FOLDERS["seeds"], "350M class, 8M tokens": "pretrain_filter"}
     figure, grid = subplots(1, 2, figsize=(8, 3.9), width_ratios=(1.5, 1))
     for axes, (title, group) in zip(grid, panels.items(), strict=True):
-        runs = [run.summary for run in read_committed(results / "summaries" / group) if run.finished]
-        bases = {run["seed"]: run["train_loss_nats"] for run in runs if run["loss"] == BASELINE}
-        found: dict[str, list[float]] = {}
-        for run in runs:
-            if run["loss"] != BASELINE:
-                found.setdefault(run["loss"], []).append(run["train_loss_nats"] - bases[run["seed"]])
-        noise = found.pop(CONTROL)
+        found = beside_compiled(RESULTS / "summaries" / group, "train_loss_nats")
+        noise = found.pop(CONTROL).values()
         axes.axhspan(min(noise), max(noise), color=PALE, zorder=0)
         axes.axhline(0, color=GREY, linewidth=0.8, zorder=1)
         order = [loss for loss in (EAGER, "liger", "fla", EXACT, "cce_filter") if loss in found]
         for place, loss in enumerate(order):
-            own = found[loss]
+            own = [*found[loss].values()]
             spots = [place + 0.3 * (number / max(len(own) - 1, 1) - 0.5) for number in range(len(own))]
             axes.plot(spots, own, "o", color=colour_of(loss), markersize=4.5, alpha=0.75)
             axes.hlines(fmean(own), place - 0.3, place + 0.3, color=colour_of(loss), linewidth=2)
@@ -289,10 +276,10 @@ def final_loss(results: Path) -> Any:
     return figure
 
 
-def filters(results: Path) -> Any:
+def filters() -> Any:
     """Pretraining with filters that drop entries or tiles, or sample entries: distances from torch.compile's losses."""
     words_of = {loss: said for loss, said in FOLDERS["filters"]["losses"].items() if loss != EXACT}
-    runs = named(read_committed(results / "summaries" / FOLDERS["filters"]["group"]))
+    runs = named(runs_of(FOLDERS["filters"]["group"]))
     bases = {run.summary["seed"]: run for run, name in runs if name == BASELINE}
     found = looks([look for _, look in words_of.values()])
     figure, (steps, ends) = subplots(1, 2, figsize=(8, 4.2), width_ratios=(1.9, 1))
@@ -322,14 +309,13 @@ def filters(results: Path) -> Any:
     return figure
 
 
-def gradient_noise(results: Path) -> Any:
+def gradient_noise() -> Any:
     """How much noise the sampled gradient adds to a batch's own."""
     gpu = FOLDERS["gpus"]["H200"]
-    texts = [(results / "gradient_noise" / f"{name}.jsonl").read_text() for name in (gpu, f"{gpu}_448m")]
+    texts = [(RESULTS / "gradient_noise" / f"{name}.jsonl").read_text() for name in (gpu, f"{gpu}_448m")]
     return draw_noise(*([json.loads(line) for line in text.splitlines()[1:]] for text in texts))
 
 
 if __name__ == "__main__":
-    ROOT = Path(__file__).resolve().parents[1]
-    for path in draw(ROOT / "results", ROOT / "results" / "figures"):
-        print(f"wrote {path.relative_to(ROOT)}")
+    for path in draw(RESULTS / "figures"):
+        print(f"wrote {path.relative_to(RESULTS.parent)}")

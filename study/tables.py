@@ -17,7 +17,7 @@ from linrnn.report.runs import Run
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
-from study.measures import GIB, NAMES, RESULTS, committed, searches, span_of, verdicts_of
+from study.measures import GIB, NAMES, RESULTS, beside_compiled, committed, searches, span_of, verdicts_of
 from study.searches import Search, batch_verdicts
 from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speed_of, speeds
 
@@ -98,10 +98,10 @@ def share(value: float | None, form: str = ".1f") -> str:
     return "-" if value is None else f"{100 * value:{form}} %"
 
 
-def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each row of ours beside every other loss of its process."""
+def pairs(rows: Sequence[Row], ours: str = EXACT) -> Iterator[tuple[Row, Row]]:
+    """Each row of a loss beside every other loss of its process."""
     for row in rows:
-        for base in rows if (row.loss, row.status) == (EXACT, "ok") else ():
+        for base in rows if (row.loss, row.status) == (ours, "ok") else ():
             if (base.line, base.run, base.status) == (row.line, row.run, "ok") and base is not row:
                 yield row, base
 
@@ -309,11 +309,10 @@ def training_losses() -> Rows:
 @table("validation loss minus torch.compile's, nats", "seed by seed")
 def long_runs() -> Rows:
     """500M tokens at 10M parameters: validation losses minus torch.compile's of the same seed."""
-    runs = [run.summary for run in runs_of("pretrain_long")]
-    bases = {run["seed"]: run["valid_loss_nats"] for run in runs if run["loss"] == BASELINE}
-    for loss in dict.fromkeys(run["loss"] for run in runs if run["loss"] != BASELINE):
-        own = {run["seed"]: run["valid_loss_nats"] - bases[run["seed"]] for run in runs if run["loss"] == loss}
-        yield named(loss), ", ".join(f"{own[seed]:+.4f}" if seed in own else "not run yet" for seed in sorted(bases))
+    found = beside_compiled(RESULTS / "summaries/pretrain_long", "valid_loss_nats")
+    seeds = sorted({seed for own in found.values() for seed in own})
+    for loss, own in found.items():
+        yield named(loss), ", ".join(f"{own[seed]:+.4f}" if seed in own else "not run yet" for seed in seeds)
 
 
 # ------------------------------------------------------------------------------------------------------------- filters

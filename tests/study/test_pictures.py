@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return pictures.draw(ROOT / "results", tmp_path_factory.mktemp("figures"))
+    return pictures.draw(tmp_path_factory.mktemp("figures"))
 
 
 def test_every_committed_picture_is_drawn_from_committed_rows(drawn):
