@@ -18,7 +18,8 @@ import small_disk
 import torch
 import torch.nn.functional as F
 import transformers
-from forked import run_script, start
+from fitting import fitted
+from forked import start
 
 from linrnn.config import last_of_each, load_config
 from linrnn.config.schema import GenerateConfig
@@ -39,10 +40,10 @@ TWO = torch.tensor([2])
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
 
 
-def trained(overrides: list[str]) -> Trainer:
-    trainer = Trainer(load_config(overrides))
-    trainer.fit()
-    return trainer
+@pytest.fixture(scope="module")
+def run_path(small_of_module: Small) -> Path:
+    """A run that tests read."""
+    return fitted(small_of_module()).directory.path
 
 
 def options(**changes: Any) -> GenerateConfig:
@@ -70,7 +71,7 @@ def text(small: Small, tmp_path: Path) -> list[str]:
 def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     model: str, small: Small, tmp_path: Path
 ) -> None:
-    trainer = trained(small(f"model={model}", f"size.tie_embeddings={str(model in MODELS[:2]).lower()}"))
+    trainer = fitted(small(f"model={model}", f"size.tie_embeddings={str(model in MODELS[:2]).lower()}"))
     run = load_trained(str(trainer.directory.path), CPU)
     export(run, tmp_path / "out")
     of_fla = transformers.AutoModelForCausalLM
@@ -105,7 +106,7 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
 
 def test_reading_a_checkpoint_draws_no_weights(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are read, so drawing them first would take a 1.3B model many seconds for nothing."""
-    run = trained(small())
+    run = fitted(small())
     before = torch.get_rng_state()
 
     def draw(*_: Any, **__: Any) -> None:
@@ -118,8 +119,8 @@ def test_reading_a_checkpoint_draws_no_weights(small: Small, monkeypatch: pytest
     assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator either"
 
 
-def test_sampling_follows_seed_temperature_top_k_and_top_p(small: Small) -> None:
-    run = load_trained(str(trained(small()).directory.path), CPU)
+def test_sampling_follows_seed_temperature_top_k_and_top_p(run_path: Path) -> None:
+    run = load_trained(run_path, CPU)
 
     def drawn(**changes: Any) -> list[list[int]]:
         defaults = {"prompt_tokens": [5, 6, 7], "max_new_tokens": 8, "n_samples": 3}
@@ -139,7 +140,7 @@ def test_sampling_follows_seed_temperature_top_k_and_top_p(small: Small) -> None
 
 
 def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_path: Path) -> None:
-    trainer = trained(small("model=kda", "trainer.precision=bf16"))
+    trainer = fitted(small("model=kda", "trainer.precision=bf16"))
     export(load_trained(str(trainer.directory.path), CPU), tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
@@ -148,8 +149,10 @@ def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_pat
     assert all(torch.equal(tensor, here[name].float()) for name, tensor in loaded.state_dict().items())
 
 
-def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_path: Path) -> None:
-    trainer = trained([*text, "trainer.max_steps=30", "trainer.batch_size=8"])
+def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
+    text: list[str], tmp_path: Path, command_here: Command
+) -> None:
+    trainer = fitted([*text, "trainer.max_steps=30", "trainer.batch_size=8"])
     run = load_trained(str(trainer.directory.path), CPU)
     export(run, tmp_path / "out")
     exported = load_trained(str(tmp_path / "out"), CPU)
@@ -163,15 +166,10 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
     [alone] = samples(exported, options(max_new_tokens=3, seed=3))
     assert alone[0] == [run.eos_id], "without a prompt a document begins"
     overrides = (f"checkpoint={tmp_path}/out", f"prompt={sentence}", "temperature=0", "max_new_tokens=20", "device=cpu")
-    process = start(run_script, "scripts/generate.py", list(overrides), tmp_path / "log")
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
-    assert run.decode(prompt + tokens).strip() in (tmp_path / "log").read_text()
-    out = [f"checkpoint={run.source}", f"output={tmp_path}/again"]
-    process = start(run_script, "scripts/export.py", out, tmp_path / "log")
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
-    assert "it/s]" not in (tmp_path / "log").read_text(), "transformers shows a bar for each file"
+    done = command_here("scripts/generate.py", *overrides)
+    assert run.decode(prompt + tokens).strip() in done.stdout, done.stderr
+    done = command_here("scripts/export.py", f"checkpoint={run.source}", f"output={tmp_path}/again")
+    assert "it/s]" not in done.stderr, "transformers shows a bar for each file"
     weights = (directory / "model.safetensors" for directory in (tmp_path / "out", tmp_path / "again"))
     assert len({path.read_bytes() for path in weights}) == 1
 
@@ -179,7 +177,7 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text: list[str], tmp_pa
 def test_a_sample_is_printed_while_it_grows_and_prompts_come_from_the_keyboard(
     text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = load_trained(str(trained(text).directory.path), CPU)
+    run = load_trained(str(fitted(text).directory.path), CPU)
     seen, put = list[str](), Printer.put
     capsys.readouterr()
 
@@ -203,7 +201,7 @@ def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: 
     content = json.loads(made.json)
     content["model"]["vocab"]["no end"] = content["model"]["vocab"].pop(made.eos_token)
     (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}))
-    trainer = trained([*text, f"data.tokenizer={tmp_path}/tokenizer.json"])
+    trainer = fitted([*text, f"data.tokenizer={tmp_path}/tokenizer.json"])
     run = load_trained(str(trainer.directory.path), CPU)
     assert run.eos_id is None
     exported = tmp_path / "out"
@@ -216,16 +214,17 @@ def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: 
             export(run, exported)
 
 
-def test_what_cannot_be_exported_or_generated_from_is_refused(small: Small, tmp_path: Path) -> None:
-    run = load_trained(str(trained(small()).directory.path), CPU)
+def test_what_cannot_be_exported_or_generated_from_is_refused(
+    run_path: Path, tmp_path: Path, command_here: Command
+) -> None:
+    run = load_trained(run_path, CPU)
     out = tmp_path / "out"
     export(run, out)
     with pytest.raises(ConfigError, match="is there already"):
         export(run, out)
-    process = start(run_script, "scripts/export.py", ["checkpoint=none", f"output={out}"], tmp_path / "log")
-    process.join()
-    assert process.exitcode == 2
-    assert "is there already" in (tmp_path / "log").read_text(), "the model is not looked for"
+    done = command_here("scripts/export.py", "checkpoint=none", f"output={out}")
+    assert done.returncode == 2
+    assert "is there already" in done.stderr, "the model is not looked for"
     with pytest.raises(ConfigError, match="is a Hugging Face directory already"):
         export(load_trained(str(out), CPU), tmp_path / "again")
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
@@ -266,7 +265,7 @@ def test_lm_eval_gets_the_model_with_its_tokenizer_and_softcap(text, tmp_path, c
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": words}) + "\n")
     (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "data.jsonl"))
     for keys in ([], ["loss.softcap=0.5"]):
-        checkpoint = trained([*text, *keys]).directory.path
+        checkpoint = fitted([*text, *keys]).directory.path
         run = load_trained(str(checkpoint), CPU)
         if not keys:
             export(run, checkpoint := tmp_path / "out")
@@ -299,10 +298,12 @@ def test_tasks_without_lm_eval_are_refused_before_the_model_is_looked_for(comman
     assert '"linrnn[eval]"' in done.stderr
 
 
-def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(small, tmp_path, command, data_cache):
+def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entropy(
+    small, tmp_path, command_here, data_cache
+):
     """Whatever z_loss and label_smoothing add in training. Samples are drawn from capped logits, too."""
     keys = ["loss.softcap=0.5", "loss.z_loss=0.5", "loss.label_smoothing=0.3"]
-    trainer = trained(small("loss=standard", "trainer.max_steps=3", "optimizer.lr=0.02", *keys))
+    trainer = fitted(small("loss=standard", "trainer.max_steps=3", "optimizer.lr=0.02", *keys))
     run, (batch, *_) = load_trained(str(trainer.directory.path), CPU), trainer._valid_batches
     capped = logits(run.model, batch.input_ids)
     assert torch.equal(capped, logits(trainer.model.hf, batch.input_ids))
@@ -319,15 +320,19 @@ def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entrop
     assert "loss.softcap=0.5" in summary["training"], "a report compares it with no run of another objective"
     checkpoint, cache = f"checkpoint={trainer.directory.path}", f"data.cache_dir={data_cache}"
     output = tmp_path / "loss.json"
-    done = command("scripts/evaluate.py", checkpoint, cache, "loss=cce_kahan", "max_tokens=400", f"output={output}")
+    done = command_here(
+        "scripts/evaluate.py", checkpoint, cache, "loss=cce_kahan", "max_tokens=400", f"output={output}"
+    )
     assert f"loss {summary['valid_loss_nats']:.4f}" in done.stdout, done.stderr
     assert json.loads(output.read_text())["valid/loss_nats"] == pytest.approx(summary["valid_loss_nats"])
     with pytest.raises(UnsupportedError, match=r"loss\.softcap=0\.5, which FLA's configuration cannot express"):
         export(run, tmp_path / "out")
 
 
-def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(small: Small, tmp_path: Path) -> None:
-    export(load_trained(str(trained(small()).directory.path), CPU), tmp_path / "out")
+def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(
+    run_path: Path, small: Small, tmp_path: Path
+) -> None:
+    export(load_trained(run_path, CPU), tmp_path / "out")
     checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
     edited = {"SHA256SUMS", "README.md"}  # the card is the owner's to change
@@ -356,7 +361,7 @@ def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(
     try:
         more = ("trainer.profile_steps=1", "trainer.warmup_measurement_steps=1", "logger.wandb.mode=offline")
         cache = tmp_path / "cache"
-        run = trained(last_of_each([*text, *more, f"data.cache_dir={cache}"])).directory.path
+        run = fitted(last_of_each([*text, *more, f"data.cache_dir={cache}"])).directory.path
         export(load_trained(run), tmp_path / "out")
     finally:
         os.umask(before)
@@ -370,10 +375,10 @@ def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(
 
 
 def test_the_command_that_export_names_loads_the_model_on_a_cpu(
-    small: Small, tmp_path: Path, command: Callable[..., subprocess.CompletedProcess[str]]
+    run_path: Path, tmp_path: Path, command_here: Command
 ) -> None:
-    run, out = trained(small()), tmp_path / "it's out"
-    done = command("scripts/export.py", f"checkpoint={run.directory.path}", f"output={out}")
+    out = tmp_path / "it's out"
+    done = command_here("scripts/export.py", f"checkpoint={run_path}", f"output={out}")
     assert done.returncode == 0, done.stderr
     here, elsewhere, what_it_takes = done.stdout.splitlines()[1:]
     assert "need a GPU" in what_it_takes
@@ -390,7 +395,7 @@ print({call}.model(torch.tensor([[1, 2, 3]])).logits.shape)
     assert "[1, 3, 512]" in ran.stdout, ran.stderr
     assert re.search("refused: .*not recognize", ran.stdout, re.DOTALL), "without fla"
     assert not load_trained(out, "cpu").model.training
-    assert load_trained(str(run.directory.path)).config is not None
+    assert load_trained(str(run_path)).config is not None
 
 
 def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:
@@ -405,10 +410,9 @@ def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:
         kept.write_text(f"{error.exit_code} {error.cause} {[path.name for path in disk.iterdir()]}")
 
 
-def test_a_full_disk_ends_an_export_with_its_cause_and_leaves_nothing(small: Small, tmp_path: Path) -> None:
-    run = trained(small()).directory.path
+def test_a_full_disk_ends_an_export_with_its_cause_and_leaves_nothing(run_path: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    process = start(_export_to_a_small_disk, run, tmp_path / "disk", tmp_path / "kept")
+    process = start(_export_to_a_small_disk, run_path, tmp_path / "disk", tmp_path / "kept")
     process.join()
     if process.exitcode == NOT_PERMITTED:
         pytest.skip("this system lets nobody mount a small file system")
