@@ -111,7 +111,7 @@ def test_what_has_no_formula_is_unknown():
         step = {"batch_size": 1, "seq_len": 64, "precision": "fp32", "activation_checkpointing": "none"}
         assert costs.memory_estimate(arch, loss=config.loss, optimizer=config.optimizer, **step) is None
         assert costs.training_state(arch, "fp32", optimizer=config.optimizer)["parameters"] == 4 * arch.n_parameters
-    for unknown in (architecture("rwkv6"), architecture("linear_attn"), architecture("abc", "model.attention_every=2")):
+    for unknown in (architecture("rwkv6"), architecture("gsa"), architecture("abc", "model.attention_every=2")):
         assert costs.model_flops(unknown, 1, 64) is None
 
 
@@ -126,30 +126,11 @@ def step_of_mamba2(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
     torch.baddbmm(state, value, key.mT) @ key
 
 
-def step_of_gsa(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
-    """The slots are the keys of two states: one of values, one of keys."""
-    for other in (value, torch.zeros(len(key), fla.hidden_size // fla.num_heads, 1)):
-        memory = torch.baddbmm(torch.zeros(len(key), other.shape[1], key.shape[1]), other, key.mT)
-        memory @ key
-
-
-def step_of_delta_product(fla: Any, state: Tensor, key: Tensor, value: Tensor) -> None:
-    for _ in range(fla.num_householder):
-        state = torch.baddbmm(state, value - state @ key, key.mT)
-    state @ key
-
-
 @pytest.mark.parametrize(
     ("name", "step", "sizes"),
     [
         ("rwkv7", step_of_rwkv7, lambda fla: (fla.num_heads, fla.head_dim, fla.head_dim)),
         ("mamba2", step_of_mamba2, lambda fla: (fla.num_heads, fla.state_size, fla.head_dim)),
-        ("gsa", step_of_gsa, lambda fla: (fla.num_heads, fla.num_slots, fla.hidden_size // fla.num_heads)),
-        (
-            "gated_deltaproduct",
-            step_of_delta_product,
-            lambda fla: (fla.num_heads, fla.head_dim, int(fla.head_dim * fla.expand_v)),
-        ),
     ],
 )
 def test_the_flops_of_a_recurrence_are_those_of_its_definition(name, step, sizes):

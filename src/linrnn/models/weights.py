@@ -5,6 +5,7 @@ The weights are those that transformers would read: `model.safetensors`, else th
 """
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +132,18 @@ def check_dimensions(source: str, there: Architecture, here: Architecture) -> No
         source: the value of `init_from`, for messages.
 
     Raises:
-        ConfigError: model or dimensions differ. The remedy names the overrides that make them equal.
+        ConfigError: model or dimensions differ.
     """
     if there.kind != here.kind:
         raise _other_model(source, there.kind, here, fla=not there.matched)
     if not (there.matched and here.matched):
         return
-    layer = ("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "intermediate_size")
-    names = (*layer, "num_layers", "vocab_size", "tie_embeddings")
-    differing = {name: getattr(there, name) for name in names if getattr(there, name) != getattr(here, name)}
-    overrides = [
-        f"size.{f'mixers.{here.model}.' if 'head' in name else ''}{name}={str(value).lower()}"
-        for name, value in differing.items()
-        if name != "intermediate_size"  # it follows from `layer_parameters_per_d2`
-    ]
-    if differing.keys() & {*layer}:
-        share = (there.mixer_parameters + there.mlp_parameters) / there.hidden_size**2
-        overrides.append(f"size.layer_parameters_per_d2={share:.6g}")
-    if differing:
-        cause = f"init_from={source}: the dimensions differ from size={here.size}"
-        raise ConfigError(cause, f"use {' '.join(overrides)}")
+    theirs, ours = json.loads(there.settings), json.loads(here.settings)
+    if differing := [f"{name}={value}, here {ours[name]}" for name, value in theirs.items() if value != ours[name]]:
+        raise ConfigError(
+            f"init_from={source}: the dimensions differ from size={here.size} ({', '.join(differing)})",
+            f"use size={there.size} and the keys of size in the config.yaml of these weights",
+        )
 
 
 def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:

@@ -176,7 +176,7 @@ class Weights:
         """Check that the weights fit a model of `arch`, before it is built. :meth:`load` checks an export.
 
         Raises:
-            ConfigError: a run's model or dimensions differ. The remedy names the overrides that make them equal.
+            ConfigError: a run's model or dimensions differ.
         """
         if self.is_checkpoint:
             config = read_config(self.directory / checkpoint.CONFIG)
