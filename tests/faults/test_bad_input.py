@@ -1,6 +1,5 @@
 """Bad input ends in a line of cause, a line of remedy and the documented exit code. Nothing is written or lost."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fitting import fitted
 
 from linrnn.config import last_of_each, load_config
 from linrnn.config.bounds import check_outputs
@@ -204,14 +202,3 @@ def test_a_dry_run_says_what_a_gpu_changes_and_what_is_unknown(command_here, sma
     assert "cce_kahan, bf16_autocast on cpu" in done.stdout
     assert "nothing was run" in done.stdout
     assert not (tmp_path / "results").exists()
-
-
-def test_summary_has_every_promised_key(small):
-    trainer = fitted(small())
-    summary = json.loads((trainer.directory.path / "summary.json").read_text())
-    promised = (
-        "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "
-        "valid_loss_nats valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second "
-        "step_time_ms_median loss_layer_ms mfu mfu_6n device"
-    )
-    assert set(promised.split()) <= summary.keys()

@@ -49,7 +49,7 @@ def whole(small_of_module: Small) -> dict[str, Any]:
     return Trainer(load_config(small_of_module("trainer.max_steps=4", "trainer.valid_every=2"))).fit()
 
 
-@pytest.mark.parametrize(("number", "at_step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 4), (signal.SIGHUP, 4)])
+@pytest.mark.parametrize(("number", "at_step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 4)])
 def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(number, at_step, small, whole, monkeypatch, deadly):
     options = ("trainer.max_steps=4", "trainer.valid_every=2")
     trainer = Trainer(load_config(small(*options)))

@@ -181,13 +181,13 @@ def test_on_a_gpu_no_record_beside_a_validation_stands_out(small):
         assert record["speed/wall_step_ms"] >= 0.99 * record["speed/step_ms"], record["step"]
 
 
-def test_every_record_and_summary_and_line_of_the_log_has_its_date(small):
+def test_what_a_run_records_about_itself(small):
+    """Every record, line of the log and summary has its date, the summary every promised key."""
     from datetime import UTC, datetime
 
     began = datetime.now(UTC).replace(microsecond=0)
-    trainer = Trainer(load_config(small()))
-    summary = trainer.fit()
-    ended = datetime.now(UTC)
+    trainer = fitted(small("trainer.valid_every=2"))
+    ended, summary = datetime.now(UTC), summary_of(trainer)
     log = (trainer.directory.path / "train.log").read_text().splitlines()
     dates = [
         *(record["time"] for record in read_jsonl(trainer.directory.metrics)),
@@ -197,5 +197,19 @@ def test_every_record_and_summary_and_line_of_the_log_has_its_date(small):
     ]
     assert all(began <= datetime.fromisoformat(date) <= ended for date in dates)
     assert all(date.endswith("+00:00") for date in dates)
-    assert summary["epochs"] == 3 * 2 / 249
+    promised = (
+        "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "
+        "valid_loss_nats valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second "
+        "step_time_ms_median loss_layer_ms mfu mfu_6n device"
+    )
+    assert set(promised.split()) <= summary.keys()
+    last = records(trainer)[-1]
+    assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/wall_step_ms"] / 1e3))
+    assert last["speed/wall_step_ms"] >= last["speed/step_ms"] > last["speed/loss_forward_ms"] > 0
+    assert last["train/lr"] > 0
+    assert last["train/tokens"] == 3 * 160
+    assert last["train/epoch"] == summary["epochs"] == 3 * 2 / 249, "of (20,000 - 1) // 80 blocks"
     assert any("0.02 epochs" in line for line in log)
+    validations = records(trainer, "valid/loss_nats")
+    assert [r["step"] for r in validations] == [2, 3]
+    assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)

@@ -127,19 +127,6 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small, tmp_path, data_ca
     assert opened(f"data.tokenizer={run / 'tokenizer.json'}").fingerprint == found.fingerprint
 
 
-def test_metrics_carry_speed_memory_and_learning_rate(small):
-    trainer = fitted(small("trainer.valid_every=2"))
-    last = records(trainer)[-1]
-    assert last["speed/tokens_per_second"] == pytest.approx(160 / (last["speed/wall_step_ms"] / 1e3))
-    assert last["speed/wall_step_ms"] >= last["speed/step_ms"] > last["speed/loss_forward_ms"] > 0
-    assert last["train/lr"] > 0
-    assert last["train/tokens"] == 3 * 160
-    assert last["train/epoch"] == 3 * 2 / 249, "of (20,000 - 1) // 80 blocks"
-    validations = records(trainer, "valid/loss_nats")
-    assert [r["step"] for r in validations] == [2, 3]
-    assert validations[-1]["memory/parameters_gib"] == pytest.approx(4 * 461_696 / 2**30)
-
-
 def test_wandb_records_offline_without_a_key_and_the_page_lists_files_that_a_run_has(small, monkeypatch):
     import wandb  # takes a second, which only the worker that runs this file shall pay
 

@@ -16,17 +16,9 @@ from linrnn.runs.directory import LOG
 from linrnn.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned")]
-NAMED = ("delta_net", "gated_deltaproduct", "rwkv7", "mamba2", "hgrn2", "gsa", "retnet", "linear_attn")
-HYBRIDS = ("gla", "gated_deltanet", "kda", "delta_net")
 LOSSES = ("standard", "compiled", "cce_kahan", "liger", "fla")
-NOT_BUILT = (
-    "cat",
-    "mla",
-    "mom",
-    "rodimus",
-    "samba",
-    "yoco",
-)  # at this size, on every device: tests/models/test_fla_any.py
+# At this size, on every device: tests/models/test_fla_any.py
+NOT_BUILT = ("cat", "mla", "mom", "rodimus", "samba", "yoco")
 # At the dimensions of `size=smoke`, without the packages flash-attn and mamba_ssm.
 REFUSED = {
     "bitnet": "flash-attn",
@@ -37,6 +29,13 @@ REFUSED = {
     "nsa": "power of 2",
 }
 CRASH_WITH_NARROW_HEADS = ("mesa_net", "path_attn")  # on Hopper, below 64 dimensions: the process cannot go on
+OTHERS = sorted({*fla_models()} - {*REFUSED, *NOT_BUILT, *CRASH_WITH_NARROW_HEADS})
+HYBRIDS = ("gla", "gated_deltanet", "kda", "delta_net")
+MODELS = [
+    *((name,) for name in OTHERS),
+    *((name, "model.attention_every=2", "model.attention_window=64") for name in HYBRIDS),
+    *((name, "size.mixers.transformer.num_heads=2") for name in CRASH_WITH_NARROW_HEADS),  # heads of 64 dimensions
+]
 GATED = ("comba", "gated_deltanet", "precond_gated_deltanet")  # on Hopper they need Triton 3.7.1
 eager_losses: dict[tuple[str, ...], float] = {}
 
@@ -52,7 +51,10 @@ def first_loss(small: Callable[..., list[str]], loss: str, *model: str) -> float
     return json.loads(trainer.directory.metrics.read_text().splitlines()[0])["train/loss_nats"]
 
 
-def agrees_with_eager(small: Callable[..., list[str]], loss: str, name: str, *more: str) -> None:
+@pytest.mark.parametrize("named", MODELS, ids=" ".join)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_model_trains_three_steps_with_five_losses(named, loss, small):
+    name, *more = named
     model = f"model.config={name}", *more
     if name in GATED and torch.cuda.get_device_capability()[0] == 9 and Version(triton.__version__) < Version("3.7.1"):
         with pytest.raises(UnsupportedError, match="Triton"):
@@ -62,30 +64,6 @@ def agrees_with_eager(small: Callable[..., list[str]], loss: str, name: str, *mo
         eager_losses[model] = first_loss(small, "standard", *model)
     if loss != "standard":
         assert first_loss(small, loss, *model) == pytest.approx(eager_losses[model], rel=3e-3)
-
-
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_named_models_train_three_steps_with_five_losses(name, loss, small):
-    agrees_with_eager(small, loss, name)
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_hybrids_train_three_steps_with_five_losses(name, loss, small):
-    agrees_with_eager(small, loss, name, "model.attention_every=2", "model.attention_window=64")
-
-
-@pytest.mark.parametrize("name", sorted({*fla_models()} - {*NAMED, *REFUSED, *NOT_BUILT, *CRASH_WITH_NARROW_HEADS}))
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_other_models_train_three_steps_with_five_losses(name, loss, small):
-    agrees_with_eager(small, loss, name)
-
-
-@pytest.mark.parametrize("name", CRASH_WITH_NARROW_HEADS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_heads_of_64_dimensions_train_where_narrower_ones_crash(name, loss, small):
-    agrees_with_eager(small, loss, name, "size.mixers.transformer.num_heads=2")
 
 
 @pytest.mark.parametrize("name", REFUSED)
