@@ -77,11 +77,6 @@ class Point:
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
 
-    def written_at(self) -> int | None:
-        """When its summary was written, in ns; None if it has none. Another number means another summary."""
-        path = self.directory / SUMMARY
-        return path.stat().st_mtime_ns if path.exists() else None
-
     def is_answered(self, retry: bool) -> bool:
         """Whether nothing is left to run: the point is finished, or (without `retry`) out of memory or diverged.
 
@@ -196,7 +191,7 @@ class Process:
 
     def __init__(self, point: Point, environment: dict[str, str], command: Sequence[str] | None = None) -> None:
         self.point = point
-        self._summary_before = point.written_at()
+        self._summary_before = point.summary()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
         train = [str(TRAIN)] if TRAIN.exists() else ["-m", "linrnn", "train"]
@@ -263,7 +258,7 @@ class Process:
         """The summary after the process has ended: the run's own, or one that says how it died."""
         rank, code = decisive(self._codes or [rank.returncode for rank in self._ranks])
         own = self.point.summary()
-        if own and (code == 0 or self.point.written_at() != self._summary_before):  # 0: nothing was left to do
+        if own and (code == 0 or own != self._summary_before):  # 0: nothing was left to do
             return own
         reason = self._reason(code)
         if self.point.ranks > 1 and not reason.startswith("rank "):

@@ -282,16 +282,16 @@ def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
     directory = points[0].directory.parent / LOGS / "cluster"
     say(f"submitting {len(points)} jobs (cluster={config.cluster}); their files are in {directory}")
-    problem, before = "the job left no summary", [point.written_at() for point in points]
+    problem, before = "the job left no summary", [point.summary() for point in points]
     try:
         launch(run_alone, points, config.cluster, config.resources, directory.absolute())
     except LinrnnError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run
         problem = f"the job was lost: {first_line(error)}"
-    for point, written_at in zip(points, before, strict=True):
+    for point, earlier in zip(points, before, strict=True):
         summary = point.summary()
-        if summary is None or (point.written_at() == written_at and summary["status"] != "finished"):
+        if summary is None or (summary == earlier and summary["status"] != "finished"):
             summary = write_summary(point, "failed", problem)  # a summary that is there is of an earlier sweep
         say(f"{point.label}: {outcome(summary)}")
 
