@@ -34,6 +34,8 @@ LINES = [
     ("train", "seed.x=1", "seed.x: there is no such key", "nearest: seed"),
     ("evaluate", "checkpont=x", "checkpont: there is no such key", "nearest: checkpoint"),
     ("find_max_batch", "probes=3", "probes: there is no such key", "max_probes=…, a key of this command"),
+    ("run_sweep", "sweep=mve job=2", "job: there is no such key", "jobs=…, a key of this command"),
+    ("run_sweep", "sweep=mve sweep.ranks=0", "sweep.ranks=0 is below the minimum", "sweep.ranks=1 or more"),
     ("run_sweep", "sweep=mve sweep.rank=2", "sweep.rank: there is no such key", "nearest: sweep.ranks"),
     # A key of another option.
     (

@@ -1,6 +1,7 @@
 """Memory and time by part, compared with the sum of the tensors."""
 
 import gc
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from linrnn import commands
 from linrnn.config import load_config
+from linrnn.config.schema import BreakdownConfig
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.breakdown import check_parts, markdown, measure, sum_of_inputs
+from linrnn.experiments.breakdown import check_parts, sum_of_inputs
 from linrnn.profiling.components import PROJECTIONS, PartClock, projections
 from linrnn.runs.step_parts import shares_of_step
 from linrnn.training.trainer import Trainer
@@ -69,28 +72,26 @@ def test_projections_are_the_linear_layers_that_a_mixer_calls(small):
     assert sum(layer.weight.numel() for layer in linear) > 0.9 * LAYERS * run.architecture.mixer_parameters
 
 
-def test_a_breakdown_stands_measured_beside_formula(small, monkeypatch):
-    run, collects = trainer(small, "model=gla"), []
-    step = run.train_step
-    monkeypatch.setattr(run, "train_step", lambda: (collects.append(gc.isenabled()), step())[1])
-    breakdown = measure(run, "a name", warmup_steps=1, steps=2)
+def test_a_breakdown_is_written_and_stands_measured_beside_formula(small, tmp_path, monkeypatch):
+    step, collects = Trainer.train_step, []
+    monkeypatch.setattr(Trainer, "train_step", lambda run: (collects.append(gc.isenabled()), step(run))[1])
+    config = BreakdownConfig(warmup_steps=1, steps=2, output=f"{tmp_path}/b")
+    commands.breakdown(config, small("model=gla", "loss=standard", "trainer.max_steps=9"))
     assert collects == [False] * 5, "a collection of all garbage would lengthen a step by some 0.2 s"
     assert gc.isenabled()
+    assert not (tmp_path / "results").exists(), "a breakdown is no run"
+    [path] = (tmp_path / "b").glob("*.json")
+    breakdown, text = json.loads(path.read_text()), path.with_suffix(".md").read_text()
     assert breakdown["memory"]["parameters"]["measured"] == breakdown["memory"]["parameters"]["formula"] == 4 * 461_696
     assert breakdown["memory"]["gradients"]["measured"] == 4 * 461_696
-    text = markdown(breakdown)
-    assert text.startswith("# a name")
-    [mixer] = [line.split("|") for line in text.splitlines() if line.startswith("| mixer |")]
-    assert float(mixer[2]) > 0
+    assert text.startswith(f"# {path.stem}: ")
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split("|")[2:] for line in text.splitlines()}
     for part in ("projections", "scan"):
-        [inner] = [line.split("|") for line in text.splitlines() if line.startswith(f"| of it {part} |")]
-        assert float(inner[2]) < float(mixer[2])
-    assert "| host |" in text
-    assert [step.keys() == breakdown["steps"][0].keys() for step in breakdown["steps"]] == [True, True]
+        assert 0 < float(cells[f"of it {part}"][0]) < float(cells["mixer"][0])
+    assert "host" in cells
+    assert [one.keys() == breakdown["steps"][0].keys() for one in breakdown["steps"]] == [True, True]
     share = shares_of_step(breakdown)["mlp"]
-    assert f"| {share.value:.1%} ({share.low:.1%} to {share.high:.1%}) |" in next(
-        line for line in text.splitlines() if line.startswith("| mlp |")
-    )
+    assert cells["mlp"][3].strip() == f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
     assert "the median over 2 steps of one process" in text
 
 
@@ -112,15 +113,6 @@ def test_a_step_without_a_loss_layer_has_every_gradient(small):
     head = next(gradient for name, gradient in gradients.items() if "lm_head" in name)
     assert torch.allclose(head, torch.full((V, D), 1 / N))
     assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if "bias" not in name)
-
-
-def test_a_breakdown_is_made_and_written(small, command, tmp_path):
-    done = command(
-        "scripts/breakdown.py", *small("loss=cce_kahan"), "steps=1", "warmup_steps=1", f"output={tmp_path}/b"
-    )
-    assert done.returncode == 0, done.stderr
-    assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".json", ".md"}
-    assert not (tmp_path / "results").exists(), "a breakdown is no run"
 
 
 def test_what_the_loss_got_is_gone_when_the_blocks_backward_pass_begins(small):

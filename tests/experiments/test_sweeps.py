@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from linrnn.config import load_config
-from linrnn.core.errors import ConfigError, InterruptedRun, LinrnnError, SweepFailure, UnsupportedError
+from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, UnsupportedError
 from linrnn.core.machine import SHARED_GPU
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
@@ -246,14 +246,11 @@ def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch)
     assert all(point.refusal for point in points), "this machine runs none of them"
 
 
-def _fail() -> None:
-    raise ConfigError("no such thing", "choose another")
-
-
 def test_errors_come_whole_out_of_another_process():
-    with pytest.raises(LinrnnError) as error:
-        in_another_process(_fail)
-    assert (error.value.cause, error.value.remedy, error.value.exit_code) == ("no such thing", "choose another", 2)
+    with pytest.raises(ConfigError, match="model=gal: there is no such model") as error:
+        in_another_process(load_config, ["model=gal"])
+    assert error.value.remedy.startswith("nearest: gla")
+    assert error.value.exit_code == 2
 
 
 # ------------------------------------------------------------------------------------------------- several ranks
