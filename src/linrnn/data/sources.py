@@ -133,8 +133,6 @@ def _stdlib(config: TokenizedDataConfig) -> Source:
         if NOT_LIBRARY.isdisjoint((name := file.relative_to(root)).parts):
             with suppress(UnicodeDecodeError):  # a handful of old modules declare another encoding
                 texts[name.as_posix()] = file.read_bytes().decode("utf-8")
-    if not texts:
-        raise DataError(f"{root} holds no Python sources", "use data=markov or data=text")
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
     version = ".".join(map(str, sys.version_info[:3]))
     identity = {"source": "stdlib", "files": len(texts), "sha256": digest}

@@ -51,11 +51,9 @@ def perplexity(nats_per_token: float) -> float:
     return math.inf if nats_per_token > 709 else math.exp(nats_per_token)
 
 
-def bits_per_byte(nats: float, n_bytes: float) -> float:
+def bits_per_byte(nats: float, n_bytes: float) -> float | None:
     """Cross-entropy in bits per byte, comparable between tokenizers, of a text with `n_bytes` and `nats` in total."""
-    if not n_bytes > 0:
-        raise ValueError(f"n_bytes must be positive, got {n_bytes}")
-    return nats / (math.log(2) * n_bytes)
+    return nats / (math.log(2) * n_bytes) if n_bytes else None
 
 
 class JsonlWriter:

@@ -134,16 +134,12 @@ def memory_lines(components: dict[str, int]) -> list[str]:
 
 def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon: int) -> list[str]:
     """What a command prints if its run is finished already: nothing was done, and how to go on."""
-    longer, another = ending_at(2 * steps, config), directory.another_name
-    on = f"  -> {HORIZON}={2 * steps} {longer} {another} trains under a longer schedule, from step 0"
-    if config.schedule.name == CONSTANT:
-        on = f"  -> {longer}, say, continues it: a constant schedule has no end"
+    end = 2 * steps if config.schedule.name == CONSTANT else horizon  # a constant schedule has no end
     return [
         f"{directory.path} is finished: {steps} steps; nothing was run or written",
-        *([f"  -> {ending_at(horizon, config)} continues it, to the end of its schedule"] * (steps < horizon)),
+        *([f"  -> {ending_at(end, config)} continues it on its schedule"] * (steps < end)),
         "  -> trainer.resume=never moves it aside and runs it again",
         f"  -> {directory.taking_over(config.init_from)} trains on from its state, under a schedule of its own",
-        on,
     ]
 
 

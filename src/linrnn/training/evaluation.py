@@ -94,7 +94,7 @@ def evaluate(
     return Evaluation(
         loss_nats=nats,
         perplexity=perplexity(nats),
-        bits_per_byte=bits_per_byte(sum_nats, batches.n_bytes) if batches.n_bytes else None,
+        bits_per_byte=bits_per_byte(sum_nats, batches.n_bytes),
         n_tokens=int(n_labels),
     )
 
