@@ -22,27 +22,20 @@ def points(sweep: SweepConfig, *overrides: str) -> list[str]:
 
 def test_a_grid_is_crossed_in_full_the_last_key_fastest():
     assert points(ONE) == [
-        "group=one loss=standard seed=0",
-        "group=one loss=standard seed=1",
-        "group=one loss=cce_kahan seed=0",
-        "group=one loss=cce_kahan seed=1",
+        f"group=one loss={loss} seed={seed}" for loss in ("standard", "cce_kahan") for seed in (0, 1)
     ]
 
 
 def test_the_command_line_replaces_an_axis_and_crosses_lists_of_its_own():
-    assert points(ONE, "seed=7", "loss=standard") == ["group=one loss=standard seed=7"]
-    assert points(ONE, "seed=7", "loss=standard", "trainer.batch_size=1,2") == [
-        "group=one loss=standard seed=7 trainer.batch_size=1",
-        "group=one loss=standard seed=7 trainer.batch_size=2",
-    ]
+    first = "group=one loss=standard seed=7"
+    assert points(ONE, "seed=7", "loss=standard") == [first]
+    batches = points(ONE, "seed=7", "loss=standard", "trainer.batch_size=1,2")
+    assert batches == [f"{first} trainer.batch_size=1", f"{first} trainer.batch_size=2"]
 
 
 def test_options_of_a_loss_go_with_that_loss_alone():
-    assert points(OPTIONS, "loss=standard,cce_kahan") == [
-        "loss=standard",
-        "loss=cce_kahan",
-        "loss=cce_kahan loss.accumulate=fp32",
-    ]
+    both = points(OPTIONS, "loss=standard,cce_kahan")
+    assert both == ["loss=standard", "loss=cce_kahan", "loss=cce_kahan loss.accumulate=fp32"]
     assert points(OPTIONS, "loss=standard") == ["loss=standard"]
 
 

@@ -206,50 +206,37 @@ def test_a_grid_s_strings_lists_and_mappings_reach_the_runs():
     assert [config.logger.wandb.tags for config in points] == [["ü", "x, y"], []] * 2
 
 
-HEAD = "# A sweep.\n\nname: broken\n"
+# ------------------------------------------------------------------------------------------------- broken files
+HEAD = "# A sweep.\n\nname: broken\noverrides: []\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "cause"),
+    ("group", "text", "cause"),
     [
-        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], loss: [compiled}}\n", "line 6"),
-        (f"{HEAD}overrides: []\ngrids:\n\t- {{model: [gla]}}\n", "line 6"),
-        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla]}}\n  - {{model: gla}}\n", "sweep.grids[1]: "),
-        (f"{HEAD}overrides: []\ngrids:\n  - {{model: [gla], model: [kda]}}\n", "found duplicate key model"),
-        (f"{HEAD}overrides: []\ngrid:\n  - {{model: [gla]}}\n", "sweep.grid: "),
-        (f"{HEAD}overrides: []\ngrids:\n  - {{seed: [!!python/object/apply:os.system [ls]]}}\n", "line 6"),
-        ("name: \x00\n", "configs/sweep/broken.yaml"),
-        (f"{HEAD}overrides: [trainer.max_steps: 3]\ngrids: []\n", "sweep.overrides holds"),
+        ("sweep", f"{HEAD}grids:\n  - {{model: [gla], loss: [compiled}}\n", "line 6"),
+        ("sweep", f"{HEAD}grids:\n\t- {{model: [gla]}}\n", "line 6"),
+        ("sweep", f"{HEAD}grids:\n  - {{model: [gla]}}\n  - {{model: gla}}\n", "sweep.grids[1]: "),
+        ("sweep", f"{HEAD}grids:\n  - {{model: [gla], model: [kda]}}\n", "found duplicate key model"),
+        ("sweep", f"{HEAD}grid:\n  - {{model: [gla]}}\n", "sweep.grid: "),
+        ("sweep", f"{HEAD}grids:\n  - {{seed: [!!python/object/apply:os.system [ls]]}}\n", "line 6"),
+        ("sweep", "name: \x00\n", "configs/sweep/broken.yaml"),
+        ("sweep", "name: broken\noverrides: [trainer.max_steps: 3]\ngrids: []\n", "sweep.overrides holds"),
+        ("experiment", "overrides: [mve]\n", "'mve' cannot be read"),
+        ("experiment", "overrides: [size=mvee]\n", "size=mvee: there is no such size"),
+        ("experiment", "overrides: [sise=mve]\n", "sise: there is no such key"),
+        ("experiment", "overrides: [size=mve\nseed: 1\n", "while parsing a flow sequence"),
+        ("experiment", "overrides: [seed: 1]\n", "overrides holds {'seed': 1}, which is no text"),
+        ("experiment", "", "overrides must be given"),
+        ("experiment", "overrides: [experiment=mve]\n", "an experiment chooses no other one"),
+        ("experiment", "trainer: {max_steps: 5}\n", "experiment.trainer"),
     ],
 )
-def test_a_broken_sweep_names_file_and_line(text, cause, tmp_path, monkeypatch):
+def test_a_broken_file_is_named_with_its_line_or_key(group, text, cause, tmp_path, monkeypatch):
     shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
     monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
-    (tmp_path / "configs" / "sweep" / "broken.yaml").write_bytes(text.encode("latin-1"))
+    (tmp_path / "configs" / group / "broken.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as error:
-        load_config(["sweep=broken"], "run_sweep")
+        load_config([f"{group}=broken"], "run_sweep" if group == "sweep" else "train")
     assert cause in error.value.cause
-    assert "configs/sweep/broken.yaml" in error.value.cause or "sweep.overrides" in cause
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("overrides: [mve]\n", "'mve' cannot be read"),
-        ("overrides: [size=mvee]\n", "size=mvee: there is no such size"),
-        ("overrides: [sise=mve]\n", "sise: there is no such key"),
-        ("overrides: [size=mve\nseed: 1\n", "while parsing a flow sequence"),
-        ("overrides: [seed: 1]\n", "overrides holds {'seed': 1}, which is no text"),
-        ("", "overrides must be given"),
-        ("overrides: [experiment=mve]\n", "an experiment chooses no other one"),
-        ("trainer: {max_steps: 5}\n", "experiment.trainer"),
-    ],
-)
-def test_a_broken_experiment_is_refused(text, cause, tmp_path, monkeypatch):
-    shutil.copytree(compose.CONFIG_DIR, tmp_path / "configs")
-    monkeypatch.setattr(compose, "CONFIG_DIR", tmp_path / "configs")
-    (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        load_config(["experiment=mine"])
-    assert error.value.cause.startswith(f"configs/experiment/mine.yaml: {cause}")
+    assert f"configs/{group}/broken.yaml: " in error.value.cause or "sweep.overrides" in cause
     assert error.value.remedy

@@ -122,3 +122,17 @@ def test_hydra_and_omegaconf_stay_in_the_config_package():
     users = {path for path in files(LINRNN) if roots(path) & {"hydra", "omegaconf"}}
     assert users
     assert all(path.is_relative_to(LINRNN / "config") for path in users)
+
+
+IMPORTING_FROM_TABLES = ("before_after.py", "other_losses.py", "requirements.py", "fla_import.py")
+
+
+def test_modules_are_imported_by_names_that_the_source_holds():
+    """A constant or an entry of a table, never a configuration's text. Ruff finds pickles and evaluated text."""
+    for path in [
+        ROOT / "train.py",
+        *(path for top in ("src", "kernels", "benchmarks", "scripts") for path in files(ROOT / top)),
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                assert isinstance(node.args[0], ast.Constant) or path.name in IMPORTING_FROM_TABLES, path

@@ -168,9 +168,3 @@ def test_probes_of_two_ranks_find_the_batch_of_a_rank(parallel, small, tmp_path,
     [path] = (tmp_path / "results/max_batch/answers").glob("*/max_batch.json")
     written = json.loads(path.read_text())
     assert (written["world_size"], written["parallel"], written["max_sequences"]) == (2, parallel, 5)
-
-
-@pytest.mark.usefixtures("quick_points")
-def test_a_search_with_ranks_that_one_process_cannot_have_is_refused(small):
-    with pytest.raises(ConfigError, match="2 ranks, and parallel=none"):
-        find(small(), "ranks=2")
