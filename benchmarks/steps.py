@@ -137,12 +137,9 @@ class Start:
         return next(BatchLoader(self.data.train, reset_at_document=reset, **order))
 
 
-def parse_line(text: str, device: str) -> Config:
-    """The configuration of the run whose steps a line names. Its data have no meaning unless :func:`names_data`.
-
-    `size.vocab_size` may be null where data are named: it is theirs then.
-    """
-    words = text.split()
+def start_of(line: str, device: str) -> Start:
+    """What a line of `models` means. Its data are prepared, unless they were before."""
+    words = line.split()
     for word in words:
         key = key_of(word)
         group, _, rest = key.partition(".")
@@ -152,36 +149,25 @@ def parse_line(text: str, device: str) -> Config:
             remedy = _REMEDIES.get(key, _REMEDIES.get(group, f"leave it out; a line's keys are {keys}"))
             raise ConfigError(f"models: {word!r} has no meaning in a benchmark of single steps", remedy)
     own = [f"seed={SEED}", f"device={device}", "logger.wandb.mode=disabled"]
-    run: Config = load_config([*words, *own, *([] if names_data(text) else ["data=markov"])])
-    if names_data(text):
-        return run
+    names_data = any(key_of(word).split(".")[0] == "data" for word in words)
+    run: Config = load_config([*words, *own, *([] if names_data else ["data=markov"])])
+    if names_data:
+        data = prepare(run.data)
+        weights = find_weights(run.init_from, data) if run.init_from else None
+        size = replace(run.size, vocab_size=run.size.vocab_size or data.vocab_size)
+        return Start(replace(run, size=size), data, weights)
     if run.init_from:
         raise ConfigError(
-            f"models: {text!r} has trained weights and random tokens, which are no text that the weights know",
+            f"models: {line!r} has trained weights and random tokens, which are no text that the weights know",
             "add the data that they were trained with, as data=text data.path=… data.tokenizer=…",
         )
     if run.size.vocab_size is None:
         raise ConfigError(
-            f"models: {text!r} has no vocabulary, because size={run.size.name} takes the data's",
+            f"models: {line!r} has no vocabulary, because size={run.size.name} takes the data's",
             "add size.vocab_size=128256, or another number",
         )
     assert isinstance(run.data, MarkovDataConfig)
-    return replace(run, data=replace(run.data, vocab_size=run.size.vocab_size))  # the plan compares the two
-
-
-def names_data(line: str) -> bool:
-    """Whether a line's batch comes from data. Otherwise its tokens are random."""
-    return any(key_of(word).split(".")[0] == "data" for word in line.split())
-
-
-def start_of(line: str, run: Config) -> Start:
-    """What a line starts from. Its data are prepared, unless they were before."""
-    if not names_data(line):
-        return Start(run)
-    data = prepare(run.data)
-    weights = find_weights(run.init_from, data) if run.init_from else None
-    size = replace(run.size, vocab_size=run.size.vocab_size or data.vocab_size)
-    return Start(replace(run, size=size), data, weights)
+    return Start(replace(run, data=replace(run.data, vocab_size=run.size.vocab_size)))  # the plan compares the two
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -199,16 +185,15 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
     sizes = dict(zip(losses, config.batch_sizes, strict=False))
     sizes |= {AGAIN: sizes[BASELINE]} if sizes else {}
     losses = {BASELINE: losses.pop(BASELINE), AGAIN: common.parse_loss(BASELINE), **losses}
-    lines = {" ".join(text.split()): parse_line(text, config.device) for text in config.models}
-    starts = {line: start_of(line, run) for line, run in lines.items()}
-    for run in lines.values():
+    starts = {line: start_of(line, config.device) for line in (" ".join(text.split()) for text in config.models)}
+    for start in starts.values():
         with contextlib.suppress(UnsupportedError):  # it becomes a row
-            make_training_plan(run)
+            make_training_plan(start.run)
     record = common.Record(config, "bench_steps")
     measured: list[Row] = []
     with tuning.show_progress(say):
         for number, (line, start) in enumerate(starts.items(), start=1):
-            say(f"[{number}/{len(lines)}] {line}")
+            say(f"[{number}/{len(starts)}] {line}")
             run, precision = start.run, resolve_precision(start.run.trainer.precision, device)
             rows = {
                 text: Row(
@@ -244,11 +229,8 @@ def measure_line(
         for row in running:
             row.status, row.reason = running[0].status, running[0].reason
     for row in rows.values():
-        if found := ratio_of(row, rows[BASELINE]):  # a loss that failed in a later round keeps its times alone
-            row.ratio, row.ratio_low, row.ratio_high = found.value, found.low, found.high
-        interval = common.interval(row.ratio_low, row.ratio_high, ".4f")
-        ratio = f", {show(row.ratio, '.4f')} of {BASELINE} ({interval}) for equally many tokens"
-        say(f"  {row.loss}: " + (row.reason or f"{show(row.step_ms, '.1f')} ms{ratio}"))
+        ratio = f"{_to(BASELINE, list(rows.values()))(row)} of {BASELINE} for equally many tokens"
+        say(f"  {row.loss}: " + (row.reason or f"{show(row.step_ms, '.1f')} ms, {ratio}"))
 
 
 def _check(run: Config, loss: LossConfig, row: Row) -> None:
@@ -338,8 +320,6 @@ class Bench:
                     say(f"  round 1 of {self.config.rounds} took {time.perf_counter() - began:.1f} s")
             if not self.graphed:  # nothing marks the output layer's begin inside a replay
                 each(self._time_loss_layer)
-        for row in rows.values():
-            row.kernel_choices = (tuning.used() or {}).get("fingerprint")
 
     def _step_of(self, loss: LossBackend, row: Row) -> Callable[[], None]:
         """A step with this loss. Where the line asks for a CUDA graph, the first step captures it."""
@@ -354,10 +334,8 @@ class Bench:
 
     def _first_values(self, loss: LossBackend, row: Row) -> None:
         """The loss and its gradient's norm, before the first step of the optimizer."""
-        began = time.perf_counter()
         row.loss_nats = self.steps[row.batch].gradients(loss).item()
         row.gradient_norm = self.step.clip().item()
-        row.first_s = time.perf_counter() - began
         self.step.drop_gradients()
 
     def _warm_up(self, loss: LossBackend, row: Row) -> None:
@@ -372,7 +350,7 @@ class Bench:
         if self.device.type == "cuda":
             row.peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
         peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
-        say(f"  {row.loss} is warm: first passes {row.first_s:.1f} s, {row.loss_nats:.4f} nats{peak}")
+        say(f"  {row.loss} is warm: {row.loss_nats:.4f} nats{peak}")
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
@@ -419,12 +397,12 @@ def _allocations(device: torch.device) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------- page
-def _to_eager(rows: list[Row]) -> Callable[[Row], str]:
-    """The ratio to the eager loss of the same line, with its interval if it says something."""
+def _to(loss: str, rows: list[Row]) -> Callable[[Row], str]:
+    """The ratio to another loss of the same line, with its interval, if it says something."""
 
     def cell(row: Row) -> str:
-        eager = next((one for one in rows if one.line == row.line and one.loss == EAGER), None)
-        if row.loss == EAGER or (found := ratio_of(row, eager)) is None:
+        base = next((one for one in rows if one.line == row.line and one.loss == loss), None)
+        if row.loss == loss or (found := ratio_of(row, base)) is None:
             return "-"
         return f"{found.value:.4f} ({common.interval(found.low, found.high, '.4f')})"
 
@@ -449,9 +427,7 @@ def write_report(directory: Path) -> list[Path]:
         "n": "rounds:d",
         "sequences": "batch:d",
         "step, ms": "step_ms:.1f",
-        f"/ {BASELINE}": "ratio:.4f",
-        "90 %": lambda row: common.interval(row.ratio_low, row.ratio_high, ".4f") if row.loss != BASELINE else "-",
-        f"/ {EAGER}, 90 %": _to_eager(rows),
+        **{f"/ {loss}, 90 %": _to(loss, rows) for loss in (BASELINE, EAGER)},
         "tokens/s": "tokens_per_second:,.0f",
         "device, ms": _median("device_ms"),
         "CPU, ms": _median("host_ms"),

@@ -41,17 +41,12 @@ class Row:
     device_ms: list[float] = field(default_factory=list)  # between CUDA events; empty on a CPU
     host_ms: list[float] = field(default_factory=list)  # until the host has given the device all work of the turn
     sm_mhz: list[float] = field(default_factory=list)  # the GPU's clock, read in untimed steps; empty on a CPU
-    ratio: float | None = None  # median of the rounds' ratios of wall_ms to BASELINE's, for equally many tokens
-    ratio_low: float | None = None  # Student's interval of 90 %, of the ratios' logarithms
-    ratio_high: float | None = None
     allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU
     peak_gib: float | None = None  # the most that the process had allocated during a step; null on a CPU
     loss_forward_ms: float | None = None  # the output layer's passes, medians over own `steps`; null in CUDA graphs
     loss_backward_ms: float | None = None
     loss_nats: float | None = None  # with the weights that all losses begin with
     gradient_norm: float | None = None  # likewise, all parameters, before clipping
-    kernel_choices: str | None = None  # fingerprint of those of the model's kernels; null where none has any
-    first_s: float | None = None  # of the first passes, in which the loss's kernels are compiled and tuned
 
     @property
     def label(self) -> str:
@@ -89,7 +84,10 @@ class Row:
 
 
 def ratio_of(row: Row, base: Row | None) -> Estimate | None:
-    """Time divided by the base's in the same round, for equally many tokens; None without rounds of one process."""
+    """Time divided by the base's in the same round, for equally many tokens; None without rounds of one process.
+
+    The interval is Student's of 90 %, of the ratios' logarithms.
+    """
     if base is None or row.run != base.run or not row.status == base.status == "ok" or not row.rounds:
         return None
     more = row.batch / base.batch

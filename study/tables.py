@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import loss_rows
 from benchmarks.common import read_runs
 from benchmarks.loss_pictures import LIBRARIES, beside_ours, fastest_of_libraries
-from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
+from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
 from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
 from linrnn.report.runs import Run
@@ -211,7 +211,7 @@ def step_details() -> Rows:
 def float8_steps() -> Rows:
     """Steps of 1.3B with float8 layers, with every loss."""
     own = rows_of("_float8")
-    return details(own, names_of(own), lambda row: between(row.ratio, row.ratio_low, row.ratio_high))
+    return details(own, names_of(own), beside_baseline(own))
 
 
 @table("setting", "loss", "step, ms", "time / torch.compile's", *DETAILS, words=("setting", "loss"))
@@ -219,7 +219,18 @@ def fine_tuning_steps() -> Rows:
     """Steps from trained weights on their own text, as CUDA graphs, on an H200."""
     own = [row for row in rows_of(FOLDERS["fine_tuning"]["steps"]) if "cuda_graph=true" in row.line]
     settings = {row.line: model_in_words(row.model, row.size) for row in own}
-    return details(own, settings, lambda row: between(row.ratio, row.ratio_low, row.ratio_high))
+    return details(own, settings, beside_baseline(own))
+
+
+def beside_baseline(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """A row's time as a multiple of torch.compile's."""
+    bases = {row.line: row for row in rows if row.loss == BASELINE}
+
+    def cell(row: Row) -> str:
+        found = ratio_of(row, bases.get(row.line))
+        return between(found.value, found.low, found.high) if found else "-"
+
+    return cell
 
 
 def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[Row], str]) -> Rows:
