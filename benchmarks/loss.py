@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
@@ -229,9 +229,8 @@ def record_times(floor: Row, baseline: Row, rows: list[Row]) -> None:
     """Medians of the rounds' times, and ratios with intervals, taken round by round, for the rows that ran them all."""
     for row in (row for row in rows if row.status == "ok"):
         row.rounds = len(row.rounds_ms)
-        quartiles = map(float, np.quantile(row.rounds_ms, (0.25, 0.5, 0.75)))
-        row.forward_backward_ms_q25, row.forward_backward_ms, row.forward_backward_ms_q75 = quartiles
-        row.forward_ms = float(np.median(row.forward_rounds_ms)) if row.forward_rounds_ms else None
+        row.forward_backward_ms = median(row.rounds_ms)
+        row.forward_ms = median(row.forward_rounds_ms) if row.forward_rounds_ms else None
         for name, unit in (("three_products", floor), ("compiled", baseline)):
             if unit.status == "ok":
                 found = common.ratio_to(row.rounds_ms, unit.rounds_ms, SEED)

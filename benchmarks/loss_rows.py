@@ -39,8 +39,6 @@ class Row:
     rounds: int = 0
     forward_ms: float | None = None  # without gradients, as in evaluation
     forward_backward_ms: float | None = None
-    forward_backward_ms_q25: float | None = None
-    forward_backward_ms_q75: float | None = None
     ratio_to_compiled: float | None = None  # forward_backward_ms to that of torch.compile, with 95 % interval
     ratio_to_compiled_low: float | None = None
     ratio_to_compiled_high: float | None = None

@@ -14,15 +14,14 @@ import importlib
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cce_kernels
-import numpy as np
 import torch
 from cce_kernels.cost.presets import apply_liger, build
 
@@ -30,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
 from benchmarks.problems import DTYPES
-from linrnn.config import cli
 from linrnn.config.compose import add_command
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
@@ -94,8 +92,6 @@ class Row:
     reason: str = ""
     rounds: int = 0
     step_ms: float | None = None
-    step_ms_q25: float | None = None
-    step_ms_q75: float | None = None
     ratio: float | None = None  # to the step with the first loss in the same round
     ratio_low: float | None = None
     ratio_high: float | None = None
@@ -160,41 +156,29 @@ def sft_trainer(model: Any, device: torch.device) -> Any:
         return SFTTrainer(model, config, None, Dataset.from_dict({"input_ids": [[0, 1]]}), None, tokenizer)
 
 
-@contextmanager
-def model_loss(model: Any, loss: LossConfig, device: torch.device, trainer: str = "none") -> Iterator[None]:
-    """Let the model, or TRL's trainer, compute its loss with `loss`, as long as the context lasts."""
+def put_in(model: Any, loss: LossConfig, device: torch.device, trainer: str) -> Callable[[], object]:
+    """Let the model, or TRL's trainer, compute its loss with `loss`. Returns what undoes it."""
     if loss.name == OWN[trainer]:
-        yield
-        return
+        return lambda: None
     check_loss(loss, device)
     if trainer == "trl" and loss == common.parse_loss(KAHAN):
         utils: Any = importlib.import_module("trl.trainer.utils")
-        own = utils._ChunkedLogProbFunction
+        undo = partial(setattr, utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
         cce_kernels.register_in_trl()
-        try:
-            yield
-        finally:
-            utils._ChunkedLogProbFunction = own
-    elif trainer == "none" and isinstance(loss, CceKahanLossConfig):
+        return undo
+    if trainer == "none" and isinstance(loss, CceKahanLossConfig):
         names = ["accumulate", "workspace_mib"]
         if isinstance(loss, CceFilterLossConfig) and filters(loss):
             names += ["filter_eps", "filter_unbiased", "filter_mass", "filter_c", "filter_if_faster"]
         cce_kernels.patch(model, **{name: getattr(loss, name) for name in names})
-        try:
-            yield
-        finally:
-            cce_kernels.unpatch(model)
-    elif trainer == "none" and isinstance(loss, LigerLossConfig) and loss.accumulate == "native":
+        return partial(cce_kernels.unpatch, model)
+    if trainer == "none" and isinstance(loss, LigerLossConfig) and loss.accumulate == "native":
         apply_liger(model)
-        try:
-            yield
-        finally:
-            del model.forward
-    else:
-        raise UnsupportedError(
-            f"{loss.name} has no form for Hugging Face models with trainer={trainer}, or its options have none",
-            "choose liger, cce_kahan, cce_filter; with trainer=trl cce_kahan alone",
-        )
+        return partial(delattr, model, "forward")
+    raise UnsupportedError(
+        f"{loss.name} has no form for Hugging Face models with trainer={trainer}, or its options have none",
+        "choose liger, cce_kahan, cce_filter; with trainer=trl cce_kahan alone",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -202,7 +186,7 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
     """Measure every loss in every model. A model's rows are written as soon as it is done."""
     losses = {text: common.parse_loss(text) for text in dict.fromkeys([OWN[config.trainer], *config.losses])}
     models, measured = [parse_model(text) for text in config.models], []
-    record = common.Record(config, folder_of(config))
+    record = common.Record(config, "bench_models")
     for model in models:
         with tuning.show_progress(), tuning.during(model[0]):
             rows = Bench(config, *model, record.device).measure(losses, record.id)
@@ -213,10 +197,6 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
         for row in rows:
             say(f"  {row.loss}: {row.reason or f'{row.step_ms:.1f} ms'}")
     return measured
-
-
-def folder_of(config: BenchConfig) -> str:
-    return "bench_trl" if config.trainer == "trl" else "bench_models"
 
 
 class Bench:
@@ -248,12 +228,15 @@ class Bench:
         def each(action: Callable[[Row], None], order: Iterable[str] = rows) -> None:
             """Run an action with each loss that still runs, put into the model."""
 
-            def put_in(row: Row) -> None:
-                with model_loss(self.model, losses[row.loss], self.device, kind):
+            def act(row: Row) -> None:
+                undo = put_in(self.model, losses[row.loss], self.device, kind)
+                try:
                     action(row)
+                finally:
+                    undo()
 
             for row in (rows[text] for text in order if rows[text].status == "ok"):
-                common.attempt(row, self.device, partial(put_in, row))
+                common.attempt(row, self.device, partial(act, row))
                 self.optimizer.zero_grad()
                 collect_after(1)
 
@@ -264,7 +247,7 @@ class Bench:
                 each(self._turn, shuffled([*rows], len(rows)))
         for row in (row for row in rows.values() if row.status == "ok"):
             row.rounds = len(row.rounds_ms)
-            row.step_ms_q25, row.step_ms, row.step_ms_q75 = map(float, np.quantile(row.rounds_ms, (0.25, 0.5, 0.75)))
+            row.step_ms = median(row.rounds_ms)
             if rows[own].status == "ok":
                 found = common.ratio_to(row.rounds_ms, rows[own].rounds_ms, SEED)
                 row.ratio, row.ratio_low, row.ratio_high = found
@@ -335,27 +318,28 @@ def write_report(directory: Path) -> list[Path]:
     times: dict[str, dict[str, float]] = {}
     memory: dict[str, dict[str, float]] = {}
     rows = read_rows(directory)
-    kind = rows[0].trainer
     for own in common.grouped(rows, key=lambda row: row.problem):
         first = own[0]
         title = f"{first.model}, {first.batch} x {first.seq} tokens, V = {first.v:,}, {first.dtype}"
-        sections[f"{title}, checkpointing" if first.checkpointing else title] = own
+        sections[title + ", checkpointing" * first.checkpointing + ", TRL" * (first.trainer == "trl")] = own
         name = f"{first.model.replace(' num_hidden_layers=', ', layers: ')}\n{first.batch} x {first.seq:,} tokens"
+        name += ", TRL" * (first.trainer == "trl")
         times[name] = {row.loss: row.step_ms for row in own if row.step_ms is not None}
         memory[name] = {row.loss: row.peak_gib for row in own if row.peak_gib is not None}
     panels = {"ms a step": (".0f", times), "peak memory, GiB": (".1f", memory)}
     drawn = {axis: panel for axis, panel in panels.items() if any(panel[1].values())}
-    note = f"{common.devices_of(directory)}, forward, backward and AdamW. "
-    note += {"none": "standard: the loss of transformers, on logits.", "trl": "trl: the head of SFTTrainer."}[kind]
-    pictures = {"models": common.bars(drawn, _finding(times, memory, OWN[kind]), note)} if drawn else {}
+    note = (
+        f"{common.devices_of(directory)}, forward, backward and AdamW. standard: the loss of transformers, on logits."
+    )
+    pictures = {"models": common.bars(drawn, _finding(times, memory), note)} if drawn else {}
     title = "Training steps of Hugging Face models"
     return common.write_report(directory, "models", title, sections, COLUMNS, pictures)
 
 
-def _finding(times: common.Bars, memory: common.Bars, first: str) -> str:
+def _finding(times: common.Bars, memory: common.Bars) -> str:
     """How much faster and smaller steps become with our exact loss, beside the first one."""
     faster, smaller = (
-        [1 - own[KAHAN] / own[first] for own in bars.values() if {KAHAN, first} <= own.keys()]
+        [1 - own[KAHAN] / own[first] for own in bars.values() for first in OWN.values() if {KAHAN, first} <= own.keys()]
         for bars in (times, memory)
     )
     if not faster or not smaller:
@@ -366,11 +350,5 @@ def _finding(times: common.Bars, memory: common.Bars, first: str) -> str:
     )
 
 
-def main(config: BenchConfig) -> None:
-    if config.measure:
-        run_benchmark(config)
-    say("wrote " + ", ".join(map(str, write_report(common.results_directory(config, folder_of(config))))))
-
-
 if __name__ == "__main__":
-    cli.run(main, "bench_models", __doc__)
+    common.run("bench_models", __doc__, run_benchmark, write_report)

@@ -39,7 +39,6 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path):
             assert row.gradient_norm == pytest.approx(standard.gradient_norm, rel=1e-4)
             assert row.loss_err < 1e-5
             assert row.ratio_low <= row.ratio <= row.ratio_high
-            assert row.step_ms_q25 <= row.step_ms <= row.step_ms_q75
             assert row.peak_gib is None
         assert standard.ratio == 1
         assert standard.tokens_per_second == pytest.approx(standard.batch * standard.seq / standard.step_ms * 1e3)
