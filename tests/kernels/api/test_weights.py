@@ -18,8 +18,8 @@ from stored_cases import three_products
 from torch import Tensor
 
 VOCAB = 391
-ROWS = 200
-FOUR, ONE_CHUNK, CHUNKS = 0, 256, 128  # products; or three, in chunks of so many rows
+ROWS = 100
+FOUR, ONE_CHUNK, CHUNKS = 0, 128, 64  # products; or three, in chunks of so many rows
 SMALL = Case("weights", shape=(50,), dim=24, vocab=300)
 PATHS = {"recomputed": {}, "filter": {"filter_eps": 2.0**-6}, "tail": {"filter_eps": 2.0**-6, "filter_unbiased": True}}
 

@@ -24,14 +24,14 @@ from torch.utils.checkpoint import checkpoint
 class Repeated:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    rows: int = 384  # per chunk of three products, of 200 rows; 0: four products
+    rows: int = 128  # per chunk of three products, of 70 rows; 0: four products
     forward: bool = True  # whether forward and backward pass are repeatable
     backward: bool = True
     weights: bool = False
     main_grad: bool = False
     bias: bool = False
     of: tuple[bool, bool] = (True, True)  # whether e and c get gradients
-    vocab: int = 400
+    vocab: int = 200
     dim: int = 64
     dtype: torch.dtype = BF16  # of c
     autocast: bool = False
@@ -42,30 +42,30 @@ class Repeated:
 
 REPEATED = [
     Repeated("one chunk"),
-    Repeated("chunks", rows=128),
-    Repeated("an odd vocabulary", vocab=399),
+    Repeated("chunks", rows=64),
+    Repeated("an odd vocabulary", vocab=199),
     Repeated("sum", {"reduction": "sum"}),
     Repeated("z_loss", {"z_loss": 1e-3}, forward=False, backward=False),
     Repeated("row losses", {"reduction": "none"}, backward=False),
     Repeated("lse", {"return_lse": True}),
-    Repeated("weights, chunks", rows=128, weights=True),
-    Repeated("main_grad, chunks", rows=128, main_grad=True),
+    Repeated("weights, chunks", rows=64, weights=True),
+    Repeated("main_grad, chunks", rows=64, main_grad=True),
     Repeated("bias", bias=True, backward=False),
-    Repeated("softcap, chunks", {"softcap": 30.0}, rows=128),
-    Repeated("fp32 sums, chunks", {"accumulate": "fp32"}, rows=128),
+    Repeated("softcap, chunks", {"softcap": 30.0}, rows=64),
+    Repeated("fp32 sums, chunks", {"accumulate": "fp32"}, rows=64),
     Repeated("metrics", {"return_metrics": True}, forward=False, backward=False),
     Repeated("smoothed", {"label_smoothing": 0.1}, forward=False, backward=False),
     Repeated("statistics", {"return_stats": True}),
     Repeated("only e", of=(True, False)),
-    Repeated("only c, chunks", rows=128, of=(False, True)),
+    Repeated("only c, chunks", rows=64, of=(False, True)),
     Repeated("padded rows", dim=60),
-    Repeated("fp32 weights under autocast, chunks", rows=128, dtype=FP32, autocast=True),
+    Repeated("fp32 weights under autocast, chunks", rows=64, dtype=FP32, autocast=True),
     Repeated("padded fp32 weights under autocast", dim=40, dtype=FP32, autocast=True),
     Repeated("four products", rows=0, backward=False),
 ]
 
 
-def begun(device: str, monkeypatch: pytest.MonkeyPatch, rows: int | None = 384) -> list[int]:
+def begun(device: str, monkeypatch: pytest.MonkeyPatch, rows: int | None = 128) -> list[int]:
     """A list that grows with each run of a program, once calls are repeated. rows: per chunk of three products."""
     from cce_kernels.backends import with_triton
     from cce_kernels.planner import Plan
@@ -130,12 +130,12 @@ def test_a_repeated_call_gives_the_bits_of_a_usual_one(case, device, monkeypatch
 
 def drawn(case: Repeated, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     g = torch.Generator().manual_seed(seed)
-    e, c = torch.randn(200, case.dim, generator=g), torch.randn(case.vocab, case.dim, generator=g) / 4
-    targets = torch.randint(0, case.vocab, (200,), generator=g)
+    e, c = torch.randn(70, case.dim, generator=g), torch.randn(case.vocab, case.dim, generator=g) / 4
+    targets = torch.randint(0, case.vocab, (70,), generator=g)
     targets[::5] = IGNORE
     extras = {}
     if case.weights:
-        extras["token_weights"] = torch.rand(200, generator=g).to(device)
+        extras["token_weights"] = torch.rand(70, generator=g).to(device)
     if case.main_grad:
         extras["main_grad_c"] = torch.randn(case.vocab, case.dim, generator=g).to(device)
     if case.bias:
