@@ -122,8 +122,8 @@ def test_a_run_ends_with_a_picture(tmp_path):
 def test_tensorboard_is_refused_where_it_is_missing(monkeypatch):
     config = load_config(["logger=tensorboard", "logger.wandb.mode=disabled"]).logger
     assert config.tensorboard
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match="TensorBoard is not installed") as error:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UnsupportedError, match="tensorboard=true: tensorboard") as error:
         check_loggers(config)
     assert "linrnn[tensorboard]" in error.value.remedy
     check_loggers(load_config(["logger.wandb.mode=disabled"]).logger)

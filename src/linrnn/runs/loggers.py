@@ -1,7 +1,6 @@
 """Where a run's figures go: metrics.jsonl (always), wandb and TensorBoard (mirrors), console and train.log."""
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from linrnn.core.errors import UnsupportedError, described
 from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
+from linrnn.losses.requirements import require_package
 
 CONNECTION_SECONDS = 60  # how long a run waits for wandb's server at its start, and again at its end
 MOVES_SECONDS = 0.2  # between the places of the line that moves on a terminal
@@ -24,9 +24,7 @@ _SERVICE_SECONDS = 120  # wandb's own process may take so long to start: 30 are 
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb is installed and finds an API key (environment or netrc). Neither asks the user nor goes online."""
-    if importlib.util.find_spec("wandb") is None:
-        return False
+    """Whether wandb finds an API key (environment or netrc). Neither asks the user nor goes online."""
     import wandb
 
     wandb.setup(wandb.Settings(silent=True, x_service_wait=_SERVICE_SECONDS))
@@ -37,26 +35,15 @@ def check_loggers(config: LoggerConfig) -> None:
     """Raise if a logger cannot serve here.
 
     Raises:
-        UnsupportedError: wandb or TensorBoard is not installed, or wandb's `mode=online` finds no API key.
+        UnsupportedError: TensorBoard is not installed, or wandb's `mode=online` finds no API key.
     """
-    if _mode(config.wandb) != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise UnsupportedError(
-            "wandb is not installed", "pip install wandb, or use logger.wandb.mode=disabled (metrics.jsonl is written)"
-        )
     if config.wandb.mode == "online" and not has_wandb_key():
         raise UnsupportedError(
             "logger.wandb.mode=online: wandb has no API key",
             "run `wandb login` or set WANDB_API_KEY, or use logger.wandb.mode=offline and sync later",
         )
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        remedy = "pip install 'linrnn[tensorboard]', or use logger.tensorboard=false (metrics.jsonl is written)"
-        raise UnsupportedError("logger.tensorboard=true: TensorBoard is not installed", remedy)
-
-
-def _mode(config: WandbConfig) -> str:
-    """The configured mode. The variable WANDB_MODE turns `auto` into `offline` or `disabled`, as wandb knows it."""
-    asked = os.environ.get("WANDB_MODE")
-    return asked if config.mode == "auto" and asked in ("offline", "disabled") else config.mode
+    if config.tensorboard:
+        require_package("tensorboard", "tensorboard", "logger.tensorboard=true", "linrnn[tensorboard]")
 
 
 class TensorboardMirror:
@@ -186,7 +173,9 @@ class WandbMirror:
         self._history, self._say, self._directory = history, say, directory
         self._options: dict[str, Any] = {**about, "project": config.project, "entity": config.entity}
         self._options |= {"tags": [*dict.fromkeys((*tags, *config.tags))], "dir": str(directory)}
-        self.mode = _mode(config)
+        self.mode = config.mode
+        if self.mode == "auto" and (asked := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
+            self.mode = asked
         if self.mode == "disabled":
             return
         say("wandb starts")
