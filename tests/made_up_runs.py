@@ -50,7 +50,6 @@ def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats:
         "step_time_ms_median": 1.0,
         "measured_steps": 50,
         "mfu": 0.1,
-        "mfu_6n": 0.1,
         "device": "H200",
         "command": "python train.py experiment=mve",
         **more,

@@ -106,7 +106,7 @@ def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(small, monkeyp
     assert shared.keys() == alone.keys()
     assert shared["gpu_shared"] is True
     assert shared["tokens_per_second_is"] == "not measured: other runs shared the GPU"
-    times = "tokens_per_second wall_step_ms step_time_ms_median host_step_ms loss_layer_ms mfu mfu_6n"
+    times = "tokens_per_second wall_step_ms step_time_ms_median host_step_ms loss_layer_ms mfu"
     assert {shared[name] for name in times.split()} == {None}
     assert shared["measured_steps"] == 0
     assert shared["train_loss_nats"] is not None
@@ -200,7 +200,7 @@ def test_what_a_run_records_about_itself(small):
     promised = (
         "status model size loss data seed n_parameters batch_size seq_len steps tokens train_loss_nats "
         "valid_loss_nats valid_perplexity valid_bits_per_byte peak_memory_bytes tokens_per_second "
-        "step_time_ms_median loss_layer_ms mfu mfu_6n device"
+        "step_time_ms_median loss_layer_ms mfu device"
     )
     assert set(promised.split()) <= summary.keys()
     last = records(trainer)[-1]

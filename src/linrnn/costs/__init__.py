@@ -5,12 +5,12 @@ without formulas has None (*unknown* in reports), never the figure of another on
 """
 
 from linrnn.costs.devices import ASSUMED_CPU_SHARE, ASSUMED_MFU, peak_flops_per_second
-from linrnn.costs.flops import kernel_flops, mfu, model_flops, model_flops_6n
+from linrnn.costs.flops import kernel_flops, mfu, model_flops
 from linrnn.costs.gpus import GPUS, Gpu, step_seconds, uncertainty
 from linrnn.costs.memory import MemoryEstimate, loss_memory, memory_estimate, training_state
 
 __all__ = [
     "ASSUMED_CPU_SHARE", "ASSUMED_MFU", "GPUS", "Gpu", "MemoryEstimate", "kernel_flops",
-    "loss_memory", "memory_estimate", "mfu", "model_flops", "model_flops_6n", "peak_flops_per_second", "step_seconds",
+    "loss_memory", "memory_estimate", "mfu", "model_flops", "peak_flops_per_second", "step_seconds",
     "training_state", "uncertainty",
 ]  # fmt: skip

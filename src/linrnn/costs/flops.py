@@ -13,15 +13,6 @@ rematerialization" (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). 
 * Elementwise work, norms, decays and the short convolutions (4 taps a channel) do not count.
 * Sequences count as one document: `data.reset_at_document` does not change the figure.
 
-**`mfu_6n`** counts as the field does:
-
-* 6 FLOPs a token for each parameter, including norms and convolutions. An embedding table counts only if it is also the
-  output head.
-* Attention with all T² pairs, and the recurrence as above.
-
-Sources of `mfu_6n`: PaLM's 6N + 12LHQT; torchtitan's `models/utils.py` at commit 01c01c88
-(`get_nparams_and_active_nparams`, `quadratic_attention_flops_per_token`, `delta_rule_flops_per_token`).
-
 :func:`kernel_flops` adds what is computed again to save memory, on which a step's time depends.
 """
 
@@ -43,7 +34,7 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
 
     The components are mixer_projections, mixer_scan (the recurrence, or attention), mlp and vocabulary.
     """
-    if (scan := _scan(arch, seq_len, usual=False)) is None:
+    if (scan := _scan(arch, seq_len)) is None:
         return None
     tokens, (mixers, mlps) = n_sequences * seq_len, arch.linears
     return {
@@ -54,17 +45,13 @@ def forward_flops(arch: Architecture, n_sequences: int, seq_len: int) -> dict[st
     }
 
 
-def _scan(arch: Architecture, seq_len: int, *, usual: bool) -> int | None:
-    """FLOPs of all recurrences and attention layers over one sequence; None if the recurrence has no formula.
-
-    Args:
-        usual: attention counts all pairs that a window leaves, as for `mfu_6n`, and not the causal ones alone.
-    """
+def _scan(arch: Architecture, seq_len: int) -> int | None:
+    """FLOPs of all recurrences and attention layers over one sequence; None if the recurrence has no formula."""
     native = arch.num_layers - len(arch.attention_windows)
     if native and arch.recurrence_flops is None:
         return None
     windows = [min(window or seq_len, seq_len) for window in arch.attention_windows]
-    pairs = sum(window * seq_len if usual else window * seq_len - window * (window - 1) // 2 for window in windows)
+    pairs = sum(window * seq_len - window * (window - 1) // 2 for window in windows)
     # Queries times keys and scores times values: 2 products of `hidden_size` elements a pair, over all heads.
     return native * seq_len * (arch.recurrence_flops or 0) + pairs * 4 * arch.hidden_size
 
@@ -75,14 +62,6 @@ def model_flops(arch: Architecture, n_sequences: int, seq_len: int) -> int | Non
     return None if forward is None else (1 + BACKWARD) * sum(forward.values())
 
 
-def model_flops_6n(arch: Architecture, n_sequences: int, seq_len: int) -> int | None:
-    """FLOPs of a training step over `n_sequences` of `seq_len` tokens, counted as for `mfu_6n`; None: unknown."""
-    if (scan := _scan(arch, seq_len, usual=True)) is None:
-        return None
-    parameters = arch.body_parameters + arch.embedding_parameters  # the head's; an untied embedding is only read
-    return n_sequences * (6 * parameters * seq_len + (1 + BACKWARD) * scan)
-
-
 def mfu(
     arch: Architecture,
     *,
@@ -91,21 +70,18 @@ def mfu(
     device_name: str,
     precision: str,
     n_devices: int = 1,
-) -> dict[str, float | None]:
-    """`mfu` and `mfu_6n`: shares of the peak of all devices; None if speed, peak or the model's FLOPs are unknown.
+) -> float | None:
+    """The share of the peak of all devices; None if speed, peak or the model's FLOPs are unknown.
 
     Args:
         tokens_per_second: of all devices, including ignored labels.
         device_name: as `torch.cuda.get_device_name()` returns it.
         precision: fp32 | bf16_autocast | bf16.
     """
-    peak = peak_flops_per_second(device_name, precision)
-
-    def share(flops: int | None) -> float | None:
-        known = flops is not None and peak is not None and tokens_per_second is not None
-        return flops / seq_len * tokens_per_second / (peak * n_devices) if known else None  # type: ignore[operator]
-
-    return {"mfu": share(model_flops(arch, 1, seq_len)), "mfu_6n": share(model_flops_6n(arch, 1, seq_len))}
+    flops, peak = model_flops(arch, 1, seq_len), peak_flops_per_second(device_name, precision)
+    if flops is None or peak is None or tokens_per_second is None:
+        return None
+    return flops / seq_len * tokens_per_second / (peak * n_devices)
 
 
 def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int:

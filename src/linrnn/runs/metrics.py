@@ -28,7 +28,6 @@ METRICS: dict[str, str] = {
     "speed/loss_backward_ms": "the same of its backward passes, milliseconds",
     "speed/measured_steps": "such steps: those since the last record that are past the process's warm-up",
     "speed/mfu": "FLOPs per second that the model's definition needs / the devices' peak, share of 1",
-    "speed/mfu_6n": "the same by 6 FLOPs per parameter and token, attention without causality; share of 1",
     "memory/peak_gib": "most memory allocated at once since the warm-up (as all of these: of the rank with most), GiB",
     "memory/parameters_gib": "parameters, GiB",
     "memory/gradients_gib": "gradients, GiB",

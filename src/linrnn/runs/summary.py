@@ -25,7 +25,7 @@ MEASURED = (
     *("train_loss_nats", "entropy_floor_nats", "valid_loss_nats", "valid_perplexity", "valid_bits_per_byte"),
     *("peak_memory_bytes", "peak_memory_is", "memory_bytes", "gpu_shared"),
     *("tokens_per_second", "tokens_per_second_is", "wall_step_ms", "step_time_ms_median", "host_step_ms"),
-    *("loss_layer_ms", "measured_steps", "mfu", "mfu_6n", "wall_seconds", "started", "ended"),
+    *("loss_layer_ms", "measured_steps", "mfu", "wall_seconds", "started", "ended"),
     *("device", "gpu_state", "data_fingerprint"),
 )
 

@@ -221,7 +221,7 @@ class RunLog:
         speed = None if seconds is None else plan.tokens_per_step / seconds  # None during the warm-up
         left = None if seconds is None else seconds * (plan.total_steps - record.step)
         smooth = fmean([*self.recent_losses][-SMOOTHED:])
-        words = progress_line(smooth, record.lr, grad_norm, speed, self._mfu(seconds)["mfu"], left)
+        words = progress_line(smooth, record.lr, grad_norm, speed, self._mfu(seconds), left)
         self._console.progress(record.step, plan.total_steps, words)
         first_measured = record.number_here == plan.unmeasured_steps + 1
         if plan.device.type == "cpu" and first_measured and (busy := busy_with_others(torch.get_num_threads())):
@@ -297,8 +297,7 @@ class RunLog:
         """The metrics of the steps since the last call: speed and MFU; the first time also memory."""
         metrics = self.speed.record()
         if wall_ms := metrics.get("speed/wall_step_ms"):
-            utilisation = {f"speed/{name}": share for name, share in self._mfu(wall_ms / 1e3).items()}
-            metrics = {} if self._gpu_shared else metrics | utilisation
+            metrics = {} if self._gpu_shared else metrics | {"speed/mfu": self._mfu(wall_ms / 1e3)}
             if not self._memory_recorded:
                 metrics |= self._of_memory()
         return metrics
@@ -316,8 +315,8 @@ class RunLog:
         sizes = self._ranks.largest(*report.values())
         return {name: int(size) for name, size in zip(report, sizes, strict=True)}
 
-    def _mfu(self, step_seconds: float | None) -> dict[str, float | None]:
-        """`mfu` and `mfu_6n`; null before anything is measured."""
+    def _mfu(self, step_seconds: float | None) -> float | None:
+        """Model FLOPs utilisation; None before anything is measured."""
         plan = self._plan
         return costs.mfu(
             self._architecture,
@@ -409,7 +408,7 @@ class RunLog:
             "memory_bytes": memory,
             "gpu_shared": shared,
             **speed,
-            **self._mfu(speed["wall_step_ms"] and speed["wall_step_ms"] / 1e3),
+            "mfu": self._mfu(speed["wall_step_ms"] and speed["wall_step_ms"] / 1e3),
             "wall_seconds": self._wall_seconds(),
             "started": self._directory.started if self._ranks.is_first else None,
             "ended": utc_now(),
