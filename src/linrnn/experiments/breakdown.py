@@ -135,34 +135,38 @@ def _memory(plan: Plan, arch: Architecture, measured: dict[str, int | None]) -> 
 def markdown(b: dict[str, Any]) -> str:
     """The breakdown as Markdown tables."""
     run = b["run"]
-    heading = [
-        f"# {run['run_name']}: where memory and time go",
-        "",
-        f"{run['device']}, {run['precision']}, B = {run['batch_size']}, T = {run['seq_len']}, "
-        f"V = {run['vocab_size']:,}, activation checkpointing {run['activation_checkpointing']}, "
-        f"optimizer {run['optimizer']}",
-        "",
-    ]
-    return "\n".join([*heading, *_memory_lines(b), *_time_lines(b)]) + "\n"
+    return f"""# {run["run_name"]}: where memory and time go
+
+{run["device"]}, {run["precision"]}, B = {run["batch_size"]}, T = {run["seq_len"]}, V = {run["vocab_size"]:,}, \
+activation checkpointing {run["activation_checkpointing"]}, optimizer {run["optimizer"]}
+
+{_memory_table(b)}
+
+loss_forward, loss_backward: the most that the output layer's passes add, gradients of hidden states and head \
+included. peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.
+
+{_time_table(b)}
+
+Shares: the median over {len(b["steps"])} steps of one process, and Student's 90 % interval of the mean, which one \
+slow step widens. A part's time is the device's between entering and leaving it, gaps included.
+
+projections: the mixers' linear layers. scan: everything else in the mixers (recurrence or attention, convolutions, \
+gates, norms). host: until the CPU had given the device all work of the step. Where that is close to the whole step, \
+the parts hold gaps in which the device waits.
+
+"""
 
 
-def _memory_lines(b: dict[str, Any]) -> list[str]:
+def _memory_table(b: dict[str, Any]) -> str:
     rows, peak = [], b["memory"]["peak"]["measured"]
     for name, row in b["memory"].items():
         share = row["measured"] / peak if peak and row["measured"] is not None else None
         rows.append((name, show(row["measured"], ".3f", GIB), show(row["formula"], ".3f", GIB), show(share, ".1%")))
     columns = ("memory", "measured, GiB", "formula, GiB", "share of the measured peak")
-    return [
-        *Table(columns, rows, words=("memory",)).markdown(),
-        "",
-        "loss_forward, loss_backward: "
-        "the most that the output layer's passes add, gradients of hidden states and head included. "
-        "peak/without_loss_layer: of a step whose loss is the sum of hidden states and head. The formulas are a GPU's.",
-        "",
-    ]
+    return "\n".join(Table(columns, rows, words=("memory",)).markdown())
 
 
-def _time_lines(b: dict[str, Any]) -> list[str]:
+def _time_table(b: dict[str, Any]) -> str:
     timed = seconds_of_steps(b)
 
     def share(part: str) -> str:
@@ -180,14 +184,4 @@ def _time_lines(b: dict[str, Any]) -> list[str]:
     for name in ("optimizer", REST, "step", "host"):
         rows.append((name, "", "", "", f"{show(median(timed, name), '.2f', 1e-3)} ms, {share(name)}"))
     columns = ("time", *(f"{pass_}, ms" for pass_ in PASSES), "share of the step")
-    return [
-        *Table(columns, rows, words=("time",)).markdown(),
-        "",
-        f"Shares: the median over {len(b['steps'])} steps of one process, and Student's 90 % interval of the mean, "
-        "which one slow step widens. A part's time is the device's between entering and leaving it, gaps included.",
-        "",
-        "projections: the mixers' linear layers. scan: everything else in the mixers (recurrence or attention, "
-        "convolutions, gates, norms). host: until the CPU had given the device all work of the step. Where that is "
-        "close to the whole step, the parts hold gaps in which the device waits.",
-        "",
-    ]
+    return "\n".join(Table(columns, rows, words=("time",)).markdown())
