@@ -6,17 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A table, before it becomes Markdown or HTML.
+    """A table, before it becomes Markdown or HTML."""
 
-    Attributes:
-        columns: the headings.
-        rows: one cell for each column; a cell is shown as `str` shows it.
-        words: the columns that hold words. They are aligned left, columns of numbers right.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    words: Collection[str] = ()
+    columns: Sequence[str]  # the headings
+    rows: Sequence[Sequence[object]]  # one cell for each column; a cell is shown as `str` shows it
+    words: Collection[str] = ()  # the columns that hold words. They are aligned left, columns of numbers right
 
     def __bool__(self) -> bool:
         return bool(self.rows)

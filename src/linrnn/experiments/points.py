@@ -36,29 +36,17 @@ ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again w
 
 @dataclass(frozen=True)
 class Point:
-    """A run and its expected needs.
+    """A run and its expected needs. None: unknown."""
 
-    Attributes:
-        overrides: of train.py.
-        config: the configuration that they make.
-        directory: the run's directory.
-        label: the overrides in which the points of its sweep differ.
-        ranks: processes that share the run.
-        total_steps: optimizer steps of the whole run.
-        memory_bytes: expected peak of one rank's memory; None if unknown.
-        seconds: expected time from the command to the last step; None if the device's rate is unknown.
-        refusal: why the point cannot run here; None if it can.
-    """
-
-    overrides: tuple[str, ...]
-    config: Config
-    directory: Path
-    label: str
-    ranks: int
-    total_steps: int
-    memory_bytes: int | None = None
-    seconds: float | None = None
-    refusal: str | None = None
+    overrides: tuple[str, ...]  # of train.py
+    config: Config  # that they make
+    directory: Path  # the run's
+    label: str  # the overrides in which the points of its sweep differ
+    ranks: int  # processes that share the run
+    total_steps: int  # optimizer steps of the whole run
+    memory_bytes: int | None = None  # expected peak of one rank
+    seconds: float | None = None  # expected, from the command to the last step
+    refusal: str | None = None  # why it cannot run here; None if it can
 
     @property
     def log(self) -> Path:

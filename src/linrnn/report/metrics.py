@@ -24,68 +24,41 @@ ANSWER_SETTING = (  # two searches for the largest batch must share these
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of a loss and of the baseline, of one model and setting.
-
-    Attributes:
-        backend, against: the names of both losses.
-        by_setting: all runs of their kind, by setting and loss.
-        answers: of searches for the largest batch (scripts/find_max_batch.py).
-        environment: the runs' own. Answers of another one are left out.
-    """
+    """The runs of a loss and of the baseline, of one model and setting."""
 
     own: Sequence[Run]
     base: Sequence[Run]
-    backend: str
-    against: str
-    by_setting: Mapping[tuple[Any, ...], Mapping[str, list[Run]]]
-    answers: Sequence[dict[str, Any]] = ()
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    backend: str  # the loss's name
+    against: str  # the baseline's
+    by_setting: Mapping[tuple[Any, ...], Mapping[str, list[Run]]]  # all runs of their kind, by setting and loss
+    answers: Sequence[dict[str, Any]] = ()  # of searches for the largest batch (scripts/find_max_batch.py)
+    environment: Mapping[str, Any] = field(default_factory=dict)  # the runs' own; answers of another one are left out
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was measured of a metric.
+    """What was measured of a metric."""
 
-    Attributes:
-        values: one per pair of runs; empty: not measured.
-        remarks: what a reader must know; without values, why there are none.
-        doubts: reasons why the values decide nothing.
-        setting: where it was measured, if not in the pair's setting.
-    """
-
-    values: Sequence[float] = ()
-    remarks: Sequence[str] = ()
-    doubts: Sequence[str] = ()
-    setting: str = ""
+    values: Sequence[float] = ()  # one per pair of runs; empty: not measured
+    remarks: Sequence[str] = ()  # what a reader must know; without values, why there are none
+    doubts: Sequence[str] = ()  # reasons why the values decide nothing
+    setting: str = ""  # where it was measured, if not in the pair's setting
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that losses are compared by.
+    """Something that losses are compared by."""
 
-    Attributes:
-        name: in a target.
-        words: for a reader.
-        measure: its samples for a pair.
-        form: the format of values.
-        needs: what must be run to measure it.
-        ratio: whether values are ratios to the baseline; otherwise they are differences, or the run's own.
-        by_chance: whether values vary from run to run, as speeds and losses do. Memory does not: one run decides.
-        of_losses: whether it compares losses, not time or memory.
-        alone: whether a run has it without a baseline.
-        always: whether a report without targets shows it.
-    """
-
-    name: str
-    words: str
-    measure: Callable[[Pair], list[Sample]]
-    form: str
-    needs: str
-    ratio: bool = True
-    by_chance: bool = True
-    of_losses: bool = False
-    alone: bool = False
-    always: bool = False
+    name: str  # in a target
+    words: str  # for a reader
+    measure: Callable[[Pair], list[Sample]]  # its samples for a pair
+    form: str  # the format of values
+    needs: str  # what must be run to measure it
+    ratio: bool = True  # values are ratios to the baseline; otherwise they are differences, or the run's own
+    by_chance: bool = True  # values vary from run to run, as speeds and losses do. Memory does not: one run decides
+    of_losses: bool = False  # it compares losses, not time or memory
+    alone: bool = False  # a run has it without a baseline
+    always: bool = False  # a report without targets shows it
 
 
 # ----------------------------------------------------------------------------------------------- two runs of one seed

@@ -49,16 +49,12 @@ TIME_DIGITS = 4
 class Run:
     """One run, as read from its files.
 
-    Attributes:
-        summary: summary.json.
-        environments: software, hardware and commit of the processes that trained it, one for each origin; empty for a
-            run that could not start.
-        curves: (step, value) of every logged step: LOSS, nats per token; TIMES; VALIDATION, perplexities; and the
-            loss's own statistics, whose names begin with STATISTIC.
+    `curves` holds (step, value) of every logged step: LOSS, nats per token; TIMES; VALIDATION, perplexities; and the
+    loss's own statistics, whose names begin with STATISTIC.
     """
 
-    summary: dict[str, Any]
-    environments: Sequence[dict[str, Any]] = ()
+    summary: dict[str, Any]  # summary.json
+    environments: Sequence[dict[str, Any]] = ()  # of its processes, one for each origin; empty if it could not start
     curves: dict[str, Curve] = field(default_factory=dict)
 
     @property

@@ -38,24 +38,16 @@ RULES = (
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for a metric; without a rule, only what is compared.
-
-    Attributes:
-        rule: AT_MOST, AT_LEAST, WITHIN (equal up to the bound, in both directions), or "".
-        of: the losses that others are compared with.
-        words: for a reader, where those of the metric would not do.
-        losses, sizes: the losses and sizes that it is about; empty: all. `-NAME` leaves one out.
-        pairs: fewer pairs of a value that varies by chance decide nothing.
-    """
+    """A bound for a metric; without a rule, only what is compared."""
 
     metric: Metric
-    rule: str = ""
+    rule: str = ""  # AT_MOST, AT_LEAST, or WITHIN (equal up to the bound, in both directions)
     bound: float = 0.0
-    of: tuple[str, ...] = BASELINES
-    words: str = ""
-    losses: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ()
-    pairs: int = LEAST_PAIRS
+    of: tuple[str, ...] = BASELINES  # the losses that others are compared with
+    words: str = ""  # for a reader, where those of the metric would not do
+    losses: tuple[str, ...] = ()  # that it is about; empty: all. `-NAME` leaves one out
+    sizes: tuple[str, ...] = ()  # likewise
+    pairs: int = LEAST_PAIRS  # fewer pairs of a value that varies by chance decide nothing
 
     @property
     def name(self) -> str:
@@ -132,28 +124,21 @@ def read_targets(directory: Path) -> list[Target]:
 class Verdict:
     """One row: a target, or a comparison without one, for a model and a loss, against a baseline.
 
-    Attributes:
-        backend, against: the loss and the baseline, with the options that tell them from others of the group.
-        value: median over the pairs; None if nothing was measured.
-        low, high: the interval that decides: the 90 % interval, or the range of values that do not vary by chance.
-        n: number of pairs; for an output layer's share, of runs.
-        verdict: REACHED or NOT_REACHED if the whole interval is on one side of the bound. INCONCLUSIVE if it is not, or
-            there are too few pairs. NOT_MEASURED if there is no value. COMPARED without a target.
-        setting: the setting that it is about, if there are several.
-        remark: why it is inconclusive or not measured, or what else a reader must know.
+    The verdict is REACHED or NOT_REACHED if the whole interval is on one side of the bound. It is INCONCLUSIVE if it is
+    not, or if there are too few pairs; NOT_MEASURED without a value; COMPARED without a target.
     """
 
     target: Target
     model: str
-    backend: str
-    against: str | None
-    value: float | None
-    low: float | None
+    backend: str  # the loss, with the options that tell it from others of the group
+    against: str | None  # the baseline, likewise
+    value: float | None  # median over the pairs; None if nothing was measured
+    low: float | None  # with `high` the 90 % interval, or the range of values that do not vary by chance
     high: float | None
-    n: int
+    n: int  # pairs; for an output layer's share, runs
     verdict: str
-    setting: str = ""
-    remark: str = ""
+    setting: str = ""  # that it is about, if there are several
+    remark: str = ""  # why it is inconclusive or not measured, or what else a reader must know
 
 
 def judge(
