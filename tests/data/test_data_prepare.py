@@ -272,18 +272,18 @@ def test_two_at_once_prepare_it_once(tmp_path, corpus, tokenizer, small_pieces, 
 
 
 def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
-    tmp_path, corpus, tokenizer, fresh_command, command
+    tmp_path, corpus, tokenizer, command_here
 ):
     cache = f"data.cache_dir={tmp_path}/cache"
     arguments = ("scripts/prepare_data.py", "data=text", f"data.path={corpus}", f"data.tokenizer={tokenizer}", cache)
-    done = fresh_command(*arguments)
+    done = command_here(*arguments)
     assert done.returncode == 0, done.stderr
     assert "training: 396 documents" in done.stdout
     assert "validation: 4 documents" in done.stdout
     assert "end token <|endoftext|> = 0" in done.stdout
     (shard,) = (tmp_path / "cache").glob("text-*/train-00000.bin")
     alter(shard)
-    damaged = command(*arguments)
+    damaged = command_here(*arguments)
     assert damaged.returncode == 3
     assert f"{shard} differs from its sha256" in damaged.stderr
     assert "Traceback" not in damaged.stderr
