@@ -11,7 +11,7 @@ from linrnn.report.plot_style import LOSSES, PALE, legend_below, loss_of, subplo
 
 SHAPES = {"gemma2_2b": "Gemma 2 2B", "llama_1b3": "Llama, 1.3 B", "mve": "MVE, 10 M", "lm_350m": "350 M"}
 LOGITS = {"peaked": "trained-like", "flat": "random-init"}
-NAMED = {  # one shape of the sets `grid` and `rivals_grid` for each vocabulary: the output layer of
+NAMED = {  # one shape of the set `grid` for each vocabulary: the output layer of
     "8192x5120x32000": "Llama 2 13B",
     "65536x768x50257": "GPT-2",
     "16384x2048x65536": "RWKV-7 1.5B",
@@ -46,30 +46,20 @@ def kind_in_words(row: Row) -> str:
 
 
 def on_named_shapes(rows: Sequence[Row], device: str) -> Any | None:
-    """Time relative to torch.compile's of our exact loss, beside the lower bound or the fastest setting of QuACK."""
+    """Time relative to torch.compile's of our exact loss, beside the lower bound."""
     values: dict[str, dict[str, float]] = {}
     for shape, model in NAMED.items():
         own = [row for row in _timed(rows) if row.shape == shape and row.logits == "peaked" and not row.workspace_mib]
-        times: dict[str, float] = {}
-        for row in own:
-            loss = loss_of(row.backend)
-            times[loss] = min(row.ratio_to_compiled or math.inf, times.get(loss, math.inf))
-        if own and "cce_kahan" in times:
-            kept = ("cce_kahan", "quack") if "quack" in times else ("cce_kahan", FLOOR)
-            values[f"{model}\n{own[0].n:,} x {own[0].d:,} x {own[0].v:,}"] = {
-                loss: times[loss] for loss in kept if loss in times
-            }
+        times = {row.backend: row.ratio_to_compiled or math.inf for row in own}
+        if "cce_kahan" in times:
+            kept = {loss: times[loss] for loss in ("cce_kahan", FLOOR) if loss in times}
+            values[f"{model}\n{own[0].n:,} x {own[0].d:,} x {own[0].v:,}"] = kept
     if not values:
         return None
-    if any("quack" in own for own in values.values()):
-        faster = sum(own["cce_kahan"] < own["quack"] for own in values.values())
-        title = f"cce_kahan is faster than QuACK on {faster} of {len(values)} models' output layers"
-    else:
-        low, high = (pick(own["cce_kahan"] for own in values.values()) for pick in (min, max))
-        title = f"Exact gradients in {low:.2f} to {high:.2f} times torch.compile's time"
+    low, high = (pick(own["cce_kahan"] for own in values.values()) for pick in (min, max))
     note = f"{device}, forward and backward, trained-like logits, tokens x hidden size x vocabulary size."
-    for loss, said in ((FLOOR, " Lower bound: three GEMMs."), ("quack", " QuACK: its fastest chunk size.")):
-        note += said if loss in next(iter(values.values())) else ""
+    note += " Lower bound: three GEMMs." if FLOOR in next(iter(values.values())) else ""
+    title = f"Exact gradients in {low:.2f} to {high:.2f} times torch.compile's time"
     return bars({"time / torch.compile's": (".2f", values)}, title, note, at=1)
 
 

@@ -33,7 +33,6 @@ from linrnn.distributed import DistributedRanks, Launch, Ranks, join, under
 from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
-from linrnn.models.facts import model_in_words
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.runs.intervals import Estimate, estimate
 from linrnn.training.optimizer import build_optimizer
@@ -269,36 +268,10 @@ STEPS: common.Columns = {
 
 
 def write_report(directory: Path) -> list[Path]:
-    """Write steps.md and the picture of weak scaling; returns their paths."""
+    """Write steps.md; returns its path."""
     steps = [Steps.of(own) for own in common.grouped(read_steps(directory), key=_setting)]
-    picture = weak_scaling(steps, common.devices_of(directory))
-    pictures = {} if picture is None else {"weak_scaling": picture}
     sections = {own[0].run: own for own in common.grouped(steps, key=lambda row: row.run)}
-    return common.write_report(directory, "steps", "Training steps", sections, STEPS, pictures)
-
-
-GRAPHED, PLAIN = "with CUDA graphs", "without CUDA graphs"
-WORDS = {"ddp": "DDP", "fsdp": "FSDP", "vocab": "vocab-parallel"}
-
-
-def weak_scaling(steps: list[Steps], device: str) -> Any:
-    """Efficiency of FSDP and vocab-parallel with and without CUDA graphs, and of DDP, where both were measured."""
-    found: dict[tuple[Any, ...], dict[str, dict[str, list[float]]]] = {}
-    for one in (one for one in steps if one.first.scaling == "weak" and not one.first.keep_gathered):
-        row = one.first
-        key, series = (row.model, row.size, row.sequences_of_rank, row.ranks), GRAPHED if row.cuda_graph else PLAIN
-        if one.efficiency is not None:
-            found.setdefault(key, {}).setdefault(row.parallel, {}).setdefault(series, []).append(one.efficiency.value)
-    both = {key: own for key, own in found.items() if any({GRAPHED, PLAIN} <= of.keys() for of in own.values())}
-    if not both:
-        return None
-    (model, size, sequences, ranks), own = max(both.items(), key=lambda entry: len(entry[1]))
-    values = {WORDS[name]: {series: median(own[name][series]) for series in own[name]} for name in sorted(own)}
-    graphed, plain = ([of[series] for of in values.values() if GRAPHED in of] for series in (GRAPHED, PLAIN))
-    title = f"With CUDA graphs each of {ranks} GPUs keeps {min(graphed):.0%} of its speed, without {min(plain):.0%}"
-    setting = f"{model_in_words(model)} {size}, {ranks} x {device}, {sequences} sequences a GPU"
-    axis = "tokens/s of a GPU among several / of one alone"
-    return common.bars({axis: (".2f", values)}, title, f"{setting}. Medians of repetitions.", at=1)
+    return common.write_report(directory, "steps", "Training steps", sections, STEPS)
 
 
 # -------------------------------------------------------------------------------------------------------- the whole

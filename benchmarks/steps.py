@@ -73,15 +73,6 @@ _TRAINER = (
     *("batch_size", "seq_len", "precision"),
     *("activation_checkpointing", "compile", "cuda_graph", "float8", "kernel_choices"),
 )
-# What to do about keys of a run that are something else here.
-_REMEDIES = {
-    "loss": "name the losses in losses=[…]",
-    "seed": "leave it out: weights, data and order are drawn with seed 0",
-    "device": "use the benchmark's own device=…",
-    "experiment": "write the keys that the experiment sets",
-    "parallel": "benchmarks/parallel.py measures steps of several GPUs",
-    "optimizer.lr": "leave it out: the rate is so small that all rounds have about the same weights",
-}
 
 
 @dataclass
@@ -145,9 +136,11 @@ def start_of(line: str, device: str) -> Start:
         group, _, rest = key.partition(".")
         known = key == START or (rest in _TRAINER if group == "trainer" else group in _GROUPS)
         if word not in WITHOUT_EFFECT and (not known or "=" not in word or key == "optimizer.lr"):
-            keys = f"{START}, those of {', '.join(_GROUPS)}, and of trainer {', '.join(_TRAINER)}"
-            remedy = _REMEDIES.get(key, _REMEDIES.get(group, f"leave it out; a line's keys are {keys}"))
-            raise ConfigError(f"models: {word!r} has no meaning in a benchmark of single steps", remedy)
+            raise ConfigError(
+                f"models: {word!r} has no meaning in a benchmark of single steps on one GPU",
+                f"leave it out; losses stand in losses=[…], and a line's keys are {START}, those of "
+                f"{', '.join(_GROUPS)} without the learning rate, and of trainer {', '.join(_TRAINER)}",
+            )
     own = [f"seed={SEED}", f"device={device}", "logger.wandb.mode=disabled"]
     names_data = any(key_of(word).split(".")[0] == "data" for word in words)
     run: Config = load_config([*words, *own, *([] if names_data else ["data=markov"])])

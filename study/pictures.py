@@ -16,12 +16,11 @@ from benchmarks.steps_rows import Row as StepRow
 from linrnn.core.files import read_object
 from linrnn.models.facts import model_in_words
 from linrnn.report.curves import difference
-from linrnn.report.plot_style import GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, subplots
+from linrnn.report.plot_style import COLOURS, GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, subplots
 from linrnn.report.plots import band, named
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
-from study.gradient_noise import draw as draw_noise
 from study.measures import GIB, RESULTS, beside_compiled, claim, searches, told
 from study.step_speed import CHECKPOINTING
 from study.tables import gain, pairs, rows_of, runs_of
@@ -310,10 +309,32 @@ def filters() -> Any:
 
 
 def gradient_noise() -> Any:
-    """How much noise the sampled gradient adds to a batch's own."""
+    """The share of sampling in a batch's noise, by step: 10M parameters with two batch sizes, and 448M."""
     gpu = FOLDERS["gpus"]["H200"]
     texts = [(RESULTS / "gradient_noise" / f"{name}.jsonl").read_text() for name in (gpu, f"{gpu}_448m")]
-    return draw_noise(*([json.loads(line) for line in text.splitlines()[1:]] for text in texts))
+    rows, large = ([json.loads(line) for line in text.splitlines()[1:]] for text in texts)
+    figure, axes = subplots(1, 1, figsize=(7.2, 3.8))
+    lines = [("10M", sequences, rows, "sample_over_batch", "o-") for sequences in (8, 2)]
+    lines += [("448M", 8, large, "sample_over_batch", "s-")]
+    lines += [("448M, torch.compile's rounding", 8, large, "rounding_over_batch", "x:")]
+    for (size, sequences, of, key, style), colour in zip(lines, COLOURS[:4], strict=True):
+        own = sorted(
+            (row["step"], 100 * row[key], row["tokens"])
+            for row in of
+            if (row["sequences"], row["parameters"]) == (sequences, "all")
+        )
+        label = f"{size}, batches of {own[0][2]:,} tokens" if of is rows else size
+        axes.plot([step for step, _, _ in own], [share for _, share, _ in own], style, color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("optimizer step of 16,384 tokens")
+    axes.set_ylabel("variance, % of the batch's own")
+    axes.legend(fontsize=8)
+    most = max(100 * row["sample_over_batch"] for row in rows + large if row["parameters"] == "all")
+    figure.suptitle(f"Sampling adds at most {most:.1f} % to the noise that a batch has anyway")
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The tables of README, the study and its appendices, from committed rows."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -10,7 +9,7 @@ from typing import Any
 from benchmarks import loss_rows
 from benchmarks.common import read_runs
 from benchmarks.loss_pictures import LIBRARIES, beside_ours, fastest_of_libraries
-from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, ratio_of, read_rows
+from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
 from linrnn.core.tables import Table, show
 from linrnn.models.facts import model_in_words
 from linrnn.report.runs import Run
@@ -207,32 +206,6 @@ def step_details() -> Rows:
         yield from details(own, names_of(own), lambda row: f"{row.tokens_per_second:,.0f}")
 
 
-@table("setting", "loss", "step, ms", "time / torch.compile's", *DETAILS, words=("setting", "loss"))
-def float8_steps() -> Rows:
-    """Steps of 1.3B with float8 layers, with every loss."""
-    own = rows_of("_float8")
-    return details(own, names_of(own), beside_baseline(own))
-
-
-@table("setting", "loss", "step, ms", "time / torch.compile's", *DETAILS, words=("setting", "loss"))
-def fine_tuning_steps() -> Rows:
-    """Steps from trained weights on their own text, as CUDA graphs, on an H200."""
-    own = [row for row in rows_of(FOLDERS["fine_tuning"]["steps"]) if "cuda_graph=true" in row.line]
-    settings = {row.line: model_in_words(row.model, row.size) for row in own}
-    return details(own, settings, beside_baseline(own))
-
-
-def beside_baseline(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """A row's time as a multiple of torch.compile's."""
-    bases = {row.line: row for row in rows if row.loss == BASELINE}
-
-    def cell(row: Row) -> str:
-        found = ratio_of(row, bases.get(row.line))
-        return between(found.value, found.low, found.high) if found else "-"
-
-    return cell
-
-
 def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[Row], str]) -> Rows:
     for row in rows:
         if row.status == "ok" and host_share(row) < HOST_DECIDES:
@@ -392,7 +365,7 @@ def hugging_face() -> Rows:
 @table("N x D x V", "torch.compile: ms, MiB", "`cce_kahan`", "256 MiB", "`cce_filter`", "three cuBLAS products")
 def shapes() -> Rows:
     """The output layer alone on 25 shapes, trained-like logits, an H100."""
-    grid = layer_rows("grid")
+    grid = layer_rows()
     kinds = ((EXACT, None), (EXACT, 256), ("cce_filter", None), ("three_products_cublas", None))
     for size in sorted({key[:3] for key in grid}):
         base = grid[(*size, BASELINE, None)]
@@ -405,23 +378,11 @@ def shapes() -> Rows:
 )
 def output_layer() -> Rows:
     """The same at the shapes of well-known models, without intervals."""
-    grid = layer_rows("grid")
+    grid = layer_rows()
     kinds = ((BASELINE, None), (EXACT, None), (EXACT, 256), ("cce_filter", None))
     for model, shape in FOLDERS["output_layer"].items():
         own = (grid[(*shape, *kind)] for kind in kinds)
         yield model, _shape(shape), *(f"{row.ratio_to_compiled or 1:.2f}, {row.extra_mib:,.0f}" for row in own)
-
-
-@table("N x D x V", "QuACK's time / `cce_kahan`'s", "MiB: QuACK", "`cce_kahan`", "QuACK's chunks", words=("N x D x V",))
-def quack() -> Rows:
-    """The fastest of QuACK's chunk sizes beside ours, on its 22 shapes."""
-    grid = layer_rows("rivals_grid")
-    for size in sorted({key[:3] for key in grid}):
-        others = [row for key, row in grid.items() if key[:3] == size and key[3].startswith("quack")]
-        best = min(others, key=lambda row: row.forward_backward_ms or math.inf)
-        ours, chunks = grid[(*size, EXACT, None)], best.backend.partition("/")[2] or "default"
-        mib = f"{best.extra_mib:,.0f}", f"{ours.extra_mib:,.0f}"
-        yield _shape(size), f"{beside_ours(best, ours):.2f}", *mib, chunks
 
 
 @table("N x D x V", *LIBRARIES, "MiB: ours", "QuACK")
@@ -435,9 +396,9 @@ def libraries() -> Rows:
         yield _shape((ours.n, ours.d, ours.v)), *times, f"{ours.extra_mib:,.0f}", mib
 
 
-def layer_rows(of_set: str) -> dict[tuple[Any, ...], loss_rows.Row]:
-    """Rows of benchmarks/loss.py with trained-like logits by N, D, V, backend and workspace."""
-    rows, wanted = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["device"]), (of_set, "peaked", "ok")
+def layer_rows() -> dict[tuple[Any, ...], loss_rows.Row]:
+    """Rows of the grid with trained-like logits by N, D, V, backend and workspace."""
+    rows, wanted = loss_rows.read_rows(RESULTS / "bench_loss" / FOLDERS["device"]), ("grid", "peaked", "ok")
     own = (row for row in rows if (row.set, row.logits, row.status) == wanted)
     return {(row.n, row.d, row.v, row.backend, row.workspace_mib): row for row in own}
 
