@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 from forked import ROOT, run_elsewhere, start
-from killed_run import start_run
 from safetensors.torch import load_file
 
-from linrnn.config import load_config
+from linrnn.config import last_of_each, load_config
 from linrnn.config.cli import split_overrides
 from linrnn.experiments.sweep import run_sweep
 from linrnn.training.checkpoint import found
@@ -81,6 +80,12 @@ class Trial:
             "summary": {key: summary[key] for key in ("status", "steps", "train_loss_nats", "valid_loss_nats")},
             "data": {path.name: path.read_bytes() for path in sorted(self.root.glob("data/text-*/*.*"))},
         }
+
+
+def start_run(overrides: list[str], log: Path) -> BaseProcess:
+    """Start `train.py` on one thread, with these overrides. Its output is added to `log`."""
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return start(run_elsewhere, one_thread, ROOT, "train.py", last_of_each(overrides), log, log)
 
 
 def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: float) -> bool:

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from fitting import fitted
-from forked import start
-from killed_run import train
+from forked import run_script, start
 from safetensors.torch import load_file
 
-from linrnn.config import load_config
+from linrnn.config import last_of_each, load_config
 from linrnn.config.cli import one_line
 from linrnn.core.checksums import write_checksums
 from linrnn.core.errors import ConfigError, DataError, LinrnnError
@@ -42,7 +41,7 @@ def _run_elsewhere(overrides: list[str], root: Path, environment: dict[str, str]
         lambda event, arguments: unpickled.append(str(arguments)) if event == "pickle.find_class" else None
     )
     try:
-        train(overrides, root / "log")
+        run_script("train.py", last_of_each(overrides), root / "log")
     finally:
         (root / "unpickled").write_text("\n".join(unpickled))
 

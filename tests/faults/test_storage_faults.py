@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import small_disk
 from fitting import fitted
-from forked import start
-from killed_run import train
+from forked import run_script, start
 
 from linrnn.config import load_config
 from linrnn.core.errors import DivergedError, StorageError
@@ -47,7 +46,7 @@ def _fill_and_free(overrides: list[str], disk: Path, kept: Path) -> None:
     for attempt, room in enumerate(("24m", "64m")):
         small_disk.resize(disk, room)
         try:
-            train(overrides, kept / f"log{attempt}")
+            run_script("train.py", overrides, kept / f"log{attempt}")
             code = 0
         except SystemExit as end:
             code = int(end.code or 0)
