@@ -5,7 +5,6 @@ message, so what cannot fit is rejected. (CPU kernels need more than the formula
 GPU raises its own out-of-memory error, which loses nothing. There only what no step could hold is rejected.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -226,8 +225,7 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         each = f" in each of {processes} processes" if processes > 1 else ""
         what = f"a training step needs {least / GIB:.1f} GiB or more{each} ({parts})"
         _check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
-        if processes * least > (available_memory() or math.inf):
-            _check_memory(processes * least, what, lighter(plan.config))
+        _check_memory(processes * least, what, lighter(plan.config))
         return None
     foreseen = costs.GPUS[plan.config.gpu] if plan.config.gpu else None
     total = int(foreseen.memory_bytes) if foreseen else torch.cuda.get_device_properties(plan.device).total_memory
