@@ -44,7 +44,6 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
     logits: str = "peaked"
     bias: bool = False
-    half_ignored: bool = False
     main_grad: bool = False
 
 
@@ -57,7 +56,7 @@ CALLS = {
     "z_loss=1e-3": Call({"z_loss": 1e-3}),
     "return_lse": Call({"return_lse": True}),
     "reduction=none": Call({"reduction": "none"}),
-    "half ignored": Call(half_ignored=True),
+    "half ignored": Call(logits="half_ignored"),
     "shift=1": Call({"shift": 1}),
     "main_grad_c": Call(main_grad=True),
     "accumulate=kahan workspace_mib=256": Call({"accumulate": "kahan", "workspace_mib": 256}),
@@ -110,14 +109,10 @@ class Row:
     def label(self) -> str:
         return f"{self.shape} {self.dtype} {self.option}"
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.shape, self.dtype, self.option
-
 
 def read_rows(directory: Path) -> list[Row]:
     """The last row of every call, the worst ratio first."""
-    return sorted(common.last_rows(directory, Row, lambda row: row.key), key=lambda row: (-row.worst, row.key))
+    return sorted(common.last_rows(directory, Row, lambda row: row.label), key=lambda row: (-row.worst, row.label))
 
 
 # ----------------------------------------------------------------------------------------------------- one call
@@ -140,10 +135,7 @@ class Case:
 def make_case(shape: Shape, call: Call, dtype: torch.dtype, device: torch.device) -> Case:
     problem = make_problem(shape, call.logits, dtype, device, seed=0)
     random = torch.Generator(device).manual_seed(1)
-    labels = problem.labels_N.clone()
-    if call.half_ignored:
-        labels[torch.rand(shape.n, generator=random, device=device) < 0.5] = IGNORE_INDEX
-    target = labels
+    labels = target = problem.labels_N
     if shift := call.keywords.get("shift", 0):
         target = torch.cat((labels[shift:], labels.new_full((shift,), IGNORE_INDEX)))
     bias = None
@@ -155,7 +147,7 @@ def make_case(shape: Shape, call: Call, dtype: torch.dtype, device: torch.device
         weight = counted * torch.rand(shape.n, generator=random, device=device).double()
     rows = torch.randperm(shape.n, generator=random, device=device)[:SAMPLED]
     drawn = torch.randperm(shape.v, generator=random, device=device)[: SAMPLED * 3 // 4]
-    entries = torch.cat((drawn, problem.labels_N[: SAMPLED // 4])).unique()
+    entries = torch.cat((drawn, labels[: SAMPLED // 4].clamp(min=0))).unique()
     lse_weight = 1e-2 / shape.n if "return_lse" in call.keywords else 0.0
     return Case(call, problem.hidden_ND, problem.weight_VD, bias, labels, target, weight, lse_weight, rows, entries)
 
@@ -184,7 +176,7 @@ def computed(loss: LossFunction, case: Case) -> tuple[Solution, list[Tensor]]:
     assert case.e.grad is not None
     assert grad_c is not None
     grad_bias = None if case.bias is None else case.bias.grad
-    whole = [total.detach(), case.e.grad, grad_c] + ([] if grad_bias is None else [grad_bias])
+    whole = [tensor for tensor in (total.detach(), case.e.grad, grad_c, grad_bias) if tensor is not None]
     return Solution(total.item(), case.e.grad[case.rows], grad_c[case.entries], grad_bias), whole
 
 
@@ -195,11 +187,9 @@ def certify(loss: LossFunction, shape: Shape, name: str, dtype: str, device: tor
     try:
         got, bits = computed(loss, case)
         again = computed(loss, case)[1]
-    except ValueError as error:
-        row.status, row.reason = "refused", str(error)
-        return row
     except Exception as error:
-        row.status, row.reason = "failed", as_reason(error)
+        row.status = "refused" if isinstance(error, ValueError) else "failed"
+        row.reason = as_reason(error)
         return row
     row.same_bits = all(torch.equal(a, b) for a, b in zip(bits, again, strict=True))
     del bits, again

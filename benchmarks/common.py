@@ -98,17 +98,12 @@ def attempt(row: Any, device: torch.device, action: Callable[[], object]) -> boo
         action()
         return True
     except Exception as error:
-        failed(row, error)
+        memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
+        unsupported = isinstance(error, UnsupportedError)
+        row.status = "unsupported" if unsupported else "out_of_memory" if memory else "failed"
+        row.reason = as_reason(error)
     free(device)  # the error held the tensors of its frames
     return False
-
-
-def failed(row: Any, error: Exception) -> None:
-    """Say in a row why it has no figures."""
-    memory = isinstance(error, OutOfMemoryError) or ran_out_of_memory(error)
-    row.status = "out_of_memory" if memory else "failed"
-    row.status = "unsupported" if isinstance(error, UnsupportedError) else row.status
-    row.reason = as_reason(error)
 
 
 def free(device: torch.device) -> None:

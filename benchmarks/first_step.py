@@ -23,7 +23,6 @@ from linrnn.config.compose import add_command
 from linrnn.config.schema import Config, option
 from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
-from linrnn.core.tables import show
 from linrnn.data import prepare
 from linrnn.models.facts import model_in_words
 from linrnn.runs.directory import ENVIRONMENT
@@ -89,11 +88,10 @@ class Row:
 
     status: ClassVar[str] = "ok"  # a run that fails ends the benchmark
 
-    def at(self, stage: str) -> float | None:
-        """Seconds from the start of the process to the end of a stage; None if the run has no such stage."""
-        if stage not in self.seconds_to:
-            return None
-        return self.seconds - self.seconds_to["first_step"] + self.seconds_to[stage]
+    def seconds_at(self, stage: str) -> str:
+        """From the start of the process to the end of a stage; `-` if the run has no such stage."""
+        before = self.seconds - self.seconds_to["first_step"]
+        return f"{before + self.seconds_to[stage]:.1f}" if stage in self.seconds_to else "-"
 
 
 def read_rows(directory: Path) -> list[Row]:
@@ -171,14 +169,10 @@ def write_report(directory: Path) -> list[Path]:
         figures = f"{found.value:.1f} s ({common.interval(found.low, found.high, '.1f')}), n = {found.n}"
         model = f"{model_in_words(own[0].model)} {own[0].size}, {own[0].loss}"
         sections[f"{own[0].run}: {model}: {figures}: `{own[0].line}`"] = own
-    stages = {words: partial(_end_of, stage) for stage, words in STAGES.items()}
+    stages: common.Columns = {words: partial(Row.seconds_at, stage=stage) for stage, words in STAGES.items()}
     columns: common.Columns = {"run": "number:d", **stages, **{name: f"{name}:d" for name in CHOICES}}
     title = "Seconds to the end of the first step, without compiled kernels"
     return common.write_report(directory, "first_step", title, sections, columns)
-
-
-def _end_of(stage: str, row: Row) -> str:
-    return show(row.at(stage), ".1f")
 
 
 if __name__ == "__main__":

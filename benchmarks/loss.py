@@ -269,18 +269,13 @@ _SHOWN = ("backend", "n", "ms", "/ compiled (95 %)", "/ 3 products (95 %)", "ext
 
 
 def report_set(config: BenchConfig) -> list[Path]:
-    """Write page and picture from all rows of the set in this device's directory; returns their paths.
-
-    Shapes outside the set get a page of their own, `custom`.
-    """
+    """Write page and picture from all rows of the set in this device's directory; returns their paths."""
     name, shapes, directory = config.set, SETS[config.set]["shapes"], common.results_directory(config, "bench_loss")
-    if not set(config.shapes) <= set(shapes):
-        name, shapes = "custom", config.shapes
-    rows = [row for row in read_rows(directory) if row.set == config.set and row.shape in shapes]
+    rows = [row for row in read_rows(directory) if row.set == name]
     if not rows:
         raise DataError(f"no rows of set {name} under {directory}", "measure them first: measure=true")
+    rows.sort(key=lambda row: shapes.index(row.shape) if row.shape in shapes else len(shapes))
     sections: dict[str, list[Row]] = {}
-    rows = sorted(rows, key=lambda row: shapes.index(row.shape))
     for own in common.grouped(rows, key=lambda row: row.problem):
         sections[f"{shape_in_words(own[0])}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
     figure = (of_libraries if name == "every_rival" else on_named_shapes)(rows, common.devices_of(directory))

@@ -10,6 +10,8 @@ from cce_kernels import linear_cross_entropy, reference_linear_cross_entropy
 from benchmarks import certificate, problems
 from benchmarks.certificate import CALLS, Row, certify, make_case, read_rows, solved, write_report
 from benchmarks.problems import DTYPES, Shape, relative_error
+from linrnn.config import load_config
+from linrnn.core.errors import ConfigError
 
 CPU = torch.device("cpu")
 SMALL = Shape("33x24x517", 33, 24, 517)
@@ -79,13 +81,10 @@ def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
     assert "| s bf16 bias | 1.200 |" in text
 
 
-def test_the_command_writes_a_certificate(tmp_path, command, command_here):
-    script = ["benchmarks/certificate.py", "device=cpu", f"results_dir={tmp_path}", "shapes=[33x24x517]"]
-    done = command(*script, "options=[plain,bias]", "dtypes=[bf16]")
-    assert done.returncode == 0, done.stderr
-    path = tmp_path / "certificate" / "cpu" / "rows.jsonl"
-    assert [json.loads(line)["option"] for line in path.read_text().splitlines()] == ["plain", "bias"]
+def test_every_chosen_call_is_a_row_and_wrong_choices_are_refused(tmp_path):
+    small = ["device=cpu", f"output_dir={tmp_path}", "shapes=[33x24x517]"]
+    certificate.run_benchmark(load_config([*small, "options=[plain,bias]", "dtypes=[bf16]"], "certificate"))
+    assert {row.option for row in read_rows(tmp_path)} == {"plain", "bias"}
     for wrong in ("options=[telepathy]", "dtypes=[telepathy]"):
-        done = command_here(*script, wrong)
-        assert done.returncode == 2
-        assert "telepathy is not known" in done.stderr
+        with pytest.raises(ConfigError, match="telepathy is not known"):
+            certificate.run_benchmark(load_config([*small, wrong], "certificate"))

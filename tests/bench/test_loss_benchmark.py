@@ -209,7 +209,7 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
     assert rows[2].ratio_to_compiled == 1
     assert "liger: unsupported" in capsys.readouterr().out
     markdown = report_set(config)[0]
-    assert markdown.name == "custom.md"
+    assert markdown.name == "shapes.md"
     assert "cce_kahan accumulate=fp32 workspace_mib=7" in markdown.read_text()
     assert run["command"] in markdown.read_text()
 
