@@ -50,11 +50,13 @@ def value_of(config: object, key: str) -> object:
     return next(getattr(owner, field.name) for name, owner, field in fields_of(config) if name == key)
 
 
-@pytest.mark.parametrize(("command", "option", "key"), keys_of_paths(), ids=lambda value: str(value))
-def test_every_key_of_a_path_takes_every_name(command, option, key):
+@pytest.mark.parametrize(("number", "of_key"), enumerate(keys_of_paths()), ids=str)
+def test_every_key_of_a_path_takes_every_name(number, of_key):
+    """Each key a quarter of the names. Names are read alike for all keys of one type."""
+    command, option, key = of_key
     needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
     needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
-    for name in HOSTILE:
+    for name in HOSTILE[number % 4 :: 4]:
         mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""  # which reads as a list
         if key == "model.config":  # a file that must be there, or a name of FLA's: the refusal repeats it
             with pytest.raises(ConfigError) as refusal:

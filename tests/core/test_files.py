@@ -16,7 +16,6 @@ SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 INTO_NEW_DIRECTORIES = {
     "core/checksums.py",
     "data/prepare.py",
-    "data/tokenizer.py",
     "inference/export.py",
     "training/checkpoint.py",
 }
