@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 
@@ -25,6 +26,9 @@ def patch_once() -> None:
     _make_types_once(tl.core, interpreter)
     _convert_types_once(tl, interpreter)
     _call_at_once(tl, interpreter)
+    # Rows of a program where kernels take row by row: fewer programs, with the same bits.
+    for module, rows in (("schemes.stored_rows", 128), ("triton.targets.order", 64), ("triton.logits", 64)):
+        import_module(f"cce_kernels.{module}").ROWS = rows
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
