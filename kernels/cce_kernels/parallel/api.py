@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ..arguments import as_integer, check_tensor, checked
 from ..filter.rule import FilterStats
-from ..operators import NAMESPACE, cross_entropy
+from ..operators import cross_entropy
 from ..options import Call, Inputs, Place
 from ..row_math import nonzero_divisor, of_targets
 from .agreement import agree
-from .sharding import name_of, process_group, vocabulary_shards
+from .sharding import name_of, vocabulary_shards
 
 ROWS = ("same", "own")
 __all__ = ["ROWS", "vocabulary_parallel_linear_cross_entropy", "vocabulary_shards"]
@@ -159,7 +159,9 @@ def vocabulary_parallel_linear_cross_entropy(
         of_rows = [kept, *([] if metrics is None or not return_metrics else metrics)]
         of_rows = of_rows if weights is None else [*of_rows, weights]
         stacked = torch.stack([torch.where(kept, x, 0).sum(dtype=torch.float64) for x in of_rows])
-        n_kept, *sums = (total(stacked, name) if rows == "own" else stacked).float()
+        if rows == "own":
+            dist.all_reduce(stacked, group=group)
+        n_kept, *sums = stacked.float()
         if reduction == "mean":
             loss = loss / (n_kept.clamp(min=1) if weights is None else nonzero_divisor(sums[-1]))
     extras: tuple[Any, ...] = (of_targets(lse, shape, shift),) if return_lse else ()
@@ -181,24 +183,3 @@ def _check_place(shards: Sequence[int], rows: str, group: dist.ProcessGroup) -> 
         raise ValueError(f"shards: must be {ranks} positive integers, one for each rank, got {shards}")
     if rows not in ROWS:
         raise ValueError(f"rows: must be one of {', '.join(ROWS)}, got {rows!r}")
-
-
-def total(x: Tensor, group: str) -> Tensor:
-    """The sum of all ranks' x."""
-    return _total_op(x, group) if torch.compiler.is_compiling() else _total(x, group)
-
-
-def _total(x: Tensor, group: str) -> Tensor:
-    summed = x.clone()
-    dist.all_reduce(summed, group=process_group(group))
-    return summed
-
-
-_total_op = torch.library.custom_op(
-    f"{NAMESPACE}::total", _total, mutates_args=(), schema="(Tensor x, str group) -> Tensor"
-)
-
-
-@_total_op.register_fake
-def _(x, group):
-    return torch.empty_like(x)
