@@ -203,7 +203,8 @@ def step_details() -> Rows:
     """Times and memory behind the ratios, for each setting and loss."""
     for names in FOLDERS["steps"]:
         own = rows_of(*names)
-        yield from details(own, names_of(own), lambda row: f"{row.tokens_per_second:,.0f}")
+        shown = [row for row in own if row.loss != AGAIN]
+        yield from details(shown, names_of(own), lambda row: f"{row.tokens_per_second:,.0f}")
 
 
 def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[Row], str]) -> Rows:
