@@ -290,8 +290,7 @@ def test_the_command_prepares_says_what_lies_where_and_checks_it_the_next_time(
 
 
 # ------------------------------------------------------------------------------------------ interruptions
-def _killed_at_the_tenth_batch(cache: Path, corpus: Path, tokenizer: Path) -> None:
-    PREPARE.BATCH_CHARACTERS = 2000
+def _killed_at_the_tenth_document(cache: Path, corpus: Path, tokenizer: Path) -> None:
     calls = iter(range(10))
     append = linrnn.data.shards.SplitWriter.append
 
@@ -304,9 +303,9 @@ def _killed_at_the_tenth_batch(cache: Path, corpus: Path, tokenizer: Path) -> No
     prepare(text_config(cache, corpus, tokenizer=tokenizer))
 
 
-def test_after_a_kill_the_same_command_gives_the_same_bytes(tmp_path, corpus, tokenizer, small_pieces):
+def test_after_a_kill_the_same_command_gives_the_same_bytes(tmp_path, corpus, tokenizer):
     uninterrupted = prepare(text_config(tmp_path / "whole", corpus, tokenizer=tokenizer))
-    process = start(_killed_at_the_tenth_batch, tmp_path / "killed", corpus, tokenizer)
+    process = start(_killed_at_the_tenth_document, tmp_path / "killed", corpus, tokenizer)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     [partial] = (tmp_path / "killed").glob("*.partial")
@@ -316,7 +315,7 @@ def test_after_a_kill_the_same_command_gives_the_same_bytes(tmp_path, corpus, to
     assert not partial.exists()
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, corpus, tokenizer, small_pieces, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, corpus, tokenizer, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -226,8 +226,6 @@ def _tokenise(
 
     room = sys.maxsize if max_tokens is None else max_tokens
     for batch in _batches(source.documents()):
-        documents: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
-        n_bytes = dict.fromkeys(SPLITS, 0)
         for (split, text), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
             if room <= 0:
                 break
@@ -235,13 +233,9 @@ def _tokenise(
                 empty += 1
                 continue
             number += 1
-            documents[split].append(ids + end)
-            n_bytes[split] += len(text.encode())
-            room -= len(ids + end) * (split == "train")
-        for split, writer in writers.items():
-            if documents[split]:
-                tokens = np.fromiter(chain.from_iterable(documents[split]), np.uint32)
-                writer.append(tokens, np.cumsum([len(ids) for ids in documents[split]]), n_bytes[split])
+            tokens = np.array(ids + end)
+            writers[split].append(tokens, np.array([len(tokens)]), len(text.encode()))
+            room -= len(tokens) * (split == "train")
         if time.monotonic() > line_at + SECONDS_BETWEEN_LINES:
             line_at = time.monotonic()
             say(so_far())

@@ -14,6 +14,7 @@ Documents are packed one after another.
 import hashlib
 import json
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class SplitWriter:
     def __init__(self, directory: Path, split: str, dtype: np.dtype) -> None:
         self._path, self._dtype = directory / f"{split}-00000.bin", dtype
         self._ids = open(self._path, "wb")  # noqa: SIM115  finish() closes it
-        self._ends: list[np.ndarray] = []
+        self._ends = array("q")
         self.tokens = self._bytes = 0
 
     def append(self, ids: np.ndarray, ends: np.ndarray, n_bytes: int) -> None:
@@ -59,13 +60,13 @@ class SplitWriter:
             n_bytes: UTF-8 bytes of the documents' text.
         """
         self._ids.write(ids.astype(self._dtype, copy=False).tobytes())
-        self._ends.append(ends + self.tokens)
+        self._ends.extend((ends + self.tokens).tolist())
         self.tokens += len(ids)
         self._bytes += n_bytes
 
     def finish(self) -> list[dict[str, Any]]:
         """Flush both files. Returns the split's list of entries for meta.json: a single one."""
-        ends, of_documents = _ends_of(self._path), np.concatenate(self._ends).astype("<i8")
+        ends, of_documents = _ends_of(self._path), np.array(self._ends, "<i8")
         with self._ids, open(ends, "wb") as file:
             np.save(file, of_documents)
             for written in (self._ids, file):
