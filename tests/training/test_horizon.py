@@ -1,10 +1,8 @@
 """A learning-rate schedule ends at its planned step, whether a run is stopped, continued or part of a sweep."""
 
-import json
-from pathlib import Path
-
 import pytest
-from fitting import fitted, summary_of
+import torch
+from fitting import fitted, records, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -12,27 +10,38 @@ from linrnn.training.checkpoint import found
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
-COSINE = ("schedule.warmup_steps=2", "trainer.max_steps=8")
+COSINE = ("schedule.warmup_steps=2",)
 
 
-def records(directory: Path, key: str) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line[key]) for line in lines if key in line]
+def steps_with(trainer: Trainer, key: str) -> list[tuple[int, float]]:
+    return [(record["step"], record[key]) for record in records(trainer, key)]
 
 
-def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(small):
-    whole = fitted(small(*COSINE, "group=whole")).directory.path
-    early = small(*COSINE, "group=stopped", "schedule.steps=8")
-    stopped = fitted([*early, "trainer.max_steps=4"])
-    assert stopped.directory.path.name == whole.name, "it is the same run"
+@pytest.mark.parametrize(
+    ("options", "early"),
+    [
+        (COSINE, ["schedule.steps=8"]),
+        (("schedule=constant", "schedule.warmup_steps=0"), []),
+        (("optimizer=muon", "model=gated_deltanet"), ["schedule.steps=8"]),
+    ],
+)
+def test_a_run_that_stops_early_goes_on_as_one_that_never_stopped(options, early, small, capsys):
+    whole = fitted(small(*options, "trainer.max_steps=8", "group=whole"))
+    stopped = fitted(small(*options, *early, "trainer.max_steps=4"))
+    assert stopped.directory.path.name == whole.directory.path.name, "it is the same run"
     assert stopped.directory.read_summary()["status"] == "finished"
-    fitted(early)
+    assert ("schedule ends at step 8" in capsys.readouterr().out) == bool(early)
+    second = fitted(small(*options, *early, "trainer.max_steps=8"))
+    assert "resuming at step 4 from" in capsys.readouterr().out
     for key in ("train/lr", "train/loss_nats"):
-        assert records(stopped.directory.path, key) == records(whole, key)
+        assert steps_with(second, key) == steps_with(whole, key)
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in second.model.state_dict().items())
+    assert " schedule.steps=8 " in summary_of(second)["training"], "reports show all other ends"
 
 
 def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(small, monkeypatch):
-    early = small(*COSINE, "schedule.steps=8", "trainer.checkpoint_every=5")
+    early = small(*COSINE, "schedule.steps=8", "trainer.max_steps=8", "trainer.checkpoint_every=5")
     stopped = fitted([*early, "trainer.max_steps=4"])
     longer = Trainer(load_config(early))
     saved = longer.save
@@ -58,17 +67,3 @@ class Killed(BaseException):
     @classmethod
     def now(cls, *_: object, **__: object) -> None:
         raise cls
-
-
-def test_a_constant_schedule_goes_on_as_one_that_never_stopped(small, capsys):
-    constant = small("schedule=constant", "schedule.steps=6")
-    fitted([*constant, "trainer.max_steps=6"])
-    capsys.readouterr()
-    longer = fitted([*constant, "trainer.max_steps=9"])
-    output = capsys.readouterr().out
-    assert "resuming at step 6 from" in output
-    assert "schedule ends" not in output
-    whole = fitted([*constant, "trainer.max_steps=9", "group=whole"])
-    for key in ("train/lr", "train/loss_nats"):
-        assert records(longer.directory.path, key) == records(whole.directory.path, key)
-    assert " schedule.steps=9 " in summary_of(longer)["training"], "reports show all other ends"
