@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cases import Case, draw, gradients
 from cce_kernels import LinearCrossEntropyLoss, linear_cross_entropy
 from cce_kernels.module import FusedLinearCrossEntropyLoss
+from everywhere import devices_with
 from torch import distributed as dist
 
 from linrnn.models.fla_import import import_fla
@@ -85,22 +86,12 @@ def results(module: Any, options: dict[str, Any], device: str) -> list[torch.Ten
     return [loss.detach(), *gradients(loss, (x, w, b))]
 
 
-def same_as_flas(options: dict[str, Any], device: str, tolerance: float) -> None:
+@devices_with("options", [], OPTIONS[:-1], on_gpu=OPTIONS)
+def test_losses_and_gradients_are_flas(options, device):
     both = (results(kind(**options), options, device) for kind in (FusedLinearCrossEntropyLoss, flas()))
+    tolerance = 1e-5 if device == "cpu" else 1e-4
     for got, want in zip(*both, strict=True):
         torch.testing.assert_close(got, want.to(got.dtype).reshape(got.shape), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("options", OPTIONS[:-1])
-def test_losses_and_gradients_are_flas(options):
-    same_as_flas(options, "cpu", 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS)
-def test_losses_and_gradients_are_flas_on_a_gpu(options):
-    same_as_flas(options, "cuda", 1e-4)
 
 
 def test_a_capped_loss_is_the_formulas():
