@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.loss_rows import read_rows as read_rows_of_losses
 from benchmarks.steps_rows import AGAIN, BASELINE, EAGER, Row, read_rows
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import read_object
@@ -18,7 +19,7 @@ from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
-from study.searches import batch_verdicts, searches_on_the_h100
+from study.searches import Key, Search, batch_ratios, searches_on_the_h100
 from study.step_speed import filter_speeds, speed_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -43,7 +44,17 @@ UNITS: dict[str, Callable[[float], float]] = {
 
 
 MEASURES: dict[str, Callable[..., Measured]] = {}
-committed, searches = cache(read_committed), cache(searches_on_the_h100)  # pages ask for the same rows many times
+committed = cache(read_committed)  # pages ask for the same rows many times
+
+
+@cache
+def searches() -> dict[Key, Search]:
+    return searches_on_the_h100(RESULTS)
+
+
+def rows_in(file: str) -> list[dict[str, Any]]:
+    """The rows of a file below results/, a JSON object a line."""
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
 @cache
@@ -66,21 +77,16 @@ def told(loss: str) -> str:
 @measure
 def loss_layer(folder: str, where: Where, field: str, of: str | None = None) -> Measured:
     """A field of the rows of benchmarks/loss.py; `of`: divided by that backend's on the same problem."""
-    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
-
-    def problem(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[key] for key in ("shape", "dtype", "gradients", "logits"))
-
-    bases = {problem(row): row[field] for row in rows if row["set"] == where["set"] and row["backend"] == of}
-    own = [row for row in rows if row[field] is not None and _has(row, where)]
-    return [(row[field] / (bases[problem(row)] if of else 1), row["rounds"]) for row in own]
+    rows = read_rows_of_losses(RESULTS / folder)
+    bases = {row.problem: getattr(row, field) for row in rows if row.set == where["set"] and row.backend == of}
+    own = [(row, getattr(row, field)) for row in rows if _has(vars(row), where)]
+    return [(value / (bases[row.problem] if of else 1), row.rounds) for row, value in own if value is not None]
 
 
 @measure
 def field_of_lines(file: str, where: Where, field: str) -> Measured:
     """A field of a file of rows, a JSON object a line; the first line is the command's."""
-    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()[1:]]
-    return [(row[field], row["batches"]) for row in rows if _has(row, where)]
+    return [(row[field], row["batches"]) for row in rows_in(file)[1:] if _has(row, where)]
 
 
 def _has(row: dict[str, Any], where: Where) -> bool:
@@ -90,8 +96,7 @@ def _has(row: dict[str, Any], where: Where) -> bool:
 @measure
 def beside_own(folder: str, where: Where, field: str) -> Measured:
     """A figure of models with their library's own loss, transformers' or TRL's, divided by the same with ours."""
-    rows = [json.loads(line) for line in (RESULTS / folder / "rows.jsonl").read_text().splitlines()]
-    found = {(row["model"], row["loss"]): row for row in rows}
+    found = {(row["model"], row["loss"]): row for row in rows_in(f"{folder}/rows.jsonl")}
     own = [(row, found[model, EXACT]) for (model, loss), row in found.items() if loss == where["loss"]]
     return [(row[field] / ours[field], row["rounds"]) for row, ours in own if row["model"] in where["models"]]
 
@@ -124,25 +129,22 @@ def _holds(row: Row, where: Where) -> bool:
     own = {key: value for key, value in where.items() if key not in ("with", "without")}
     without = "without" in where and where["without"] in row.line
     within = where.get("with", "") in row.line and not without
-    return within and all(getattr(row, key) == value for key, value in own.items())
+    return within and _has(vars(row), own)
 
 
 @measure
 def largest_batch(_: str, where: Where, against: str) -> Measured:
     """Sequences that fit with our exact loss, as a multiple of another's."""
+    about, model = (where["checkpointing"], against), where.get("model")
     return [
-        (verdict.value, verdict.n)
-        for (model, kind, _), verdict in batch_verdicts(searches(RESULTS))
-        if (kind, verdict.against) == (where["checkpointing"], against)
-        and model == where.get("model", model)
-        and verdict.value
+        (ratio, 1) for key, ratio in batch_ratios(searches()).items() if key[1:] == about and model in (None, key[0])
     ]
 
 
 @measure
 def sequences(_: str, where: Where, loss: str) -> Measured:
     """Sequences that fit with a loss."""
-    return [(searches(RESULTS)[where["model"], where["checkpointing"], loss].batch, 1)]
+    return [(searches()[where["model"], where["checkpointing"], loss].batch, 1)]
 
 
 @measure
@@ -186,13 +188,19 @@ def part(folder: str, _: Where, name: str) -> Measured:
 
 
 @measure
-def memory(folder: str, _: Where, kind: str) -> Measured:
+def memory(_: str, where: Where, kind: str) -> Measured:
     """What the output layer adds to a step: in GiB, of its peak, and how much lower the peak is without it."""
-    for file in FOLDERS["breakdowns"].values():
-        found = read_object(RESULTS / folder / f"{file}.json", ("memory",))["memory"]
-        names = ("loss_forward", "peak", "peak/without_loss_layer")
-        own, peak, without = (found[name]["measured"] / GIB for name in names)
+    for own, peak, without in memory_of_steps().values():
         yield {"gib": own, "share": own / peak, "lower": 1 - without / peak}[kind], 1
+
+
+def memory_of_steps() -> dict[str, list[float]]:
+    """For each model of 1.3B, in GiB: what the output layer adds to a step, the peak, and the peak without it."""
+    names, found = ("loss_forward", "peak", "peak/without_loss_layer"), {}
+    for words, file in FOLDERS["breakdowns"].items():
+        memory = read_object(RESULTS / "summaries/breakdown" / f"{file}.json", ("memory",))["memory"]
+        found[words] = [memory[name]["measured"] / GIB for name in names]
+    return found
 
 
 @measure

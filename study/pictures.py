@@ -3,7 +3,6 @@
 Each is written as a PNG and as an SVG. A title says what was found, with figures from claims.yaml.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from linrnn.report.plots import band, named
 from linrnn.report.verdicts import EXACT
 from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
-from study.measures import GIB, RESULTS, beside_compiled, claim, searches, told
+from study.measures import GIB, RESULTS, beside_compiled, claim, rows_in, searches, told
 from study.step_speed import CHECKPOINTING
 from study.tables import gain, pairs, rows_of, runs_of
 
@@ -210,7 +209,7 @@ def _ranges(axes: Any, places: Sequence[int], values: Sequence[Sequence[float]],
 
 def largest_batch() -> Any:
     """The largest batch by model and loss, as a multiple of `compiled`'s, from searches with an exact result."""
-    found = searches(RESULTS)
+    found = searches()
     own = {(kind, model, loss): one.batch for (model, kind, loss), one in found.items() if one.exact and one.batch}
     kinds = [kind for kind in KINDS if any(kind == one for one, _, _ in own)]
     models = list(dict.fromkeys(model for _, model, _ in own))
@@ -311,8 +310,7 @@ def filters() -> Any:
 def gradient_noise() -> Any:
     """The share of sampling in a batch's noise, by step: 10M parameters with two batch sizes, and 448M."""
     gpu = FOLDERS["gpus"]["H200"]
-    texts = [(RESULTS / "gradient_noise" / f"{name}.jsonl").read_text() for name in (gpu, f"{gpu}_448m")]
-    rows, large = ([json.loads(line) for line in text.splitlines()[1:]] for text in texts)
+    rows, large = (rows_in(f"gradient_noise/{name}.jsonl")[1:] for name in (gpu, f"{gpu}_448m"))
     figure, axes = subplots(1, 1, figsize=(7.2, 3.8))
     lines = [("10M", sequences, rows, "sample_over_batch", "o-") for sequences in (8, 2)]
     lines += [("448M", 8, large, "sample_over_batch", "s-")]

@@ -10,9 +10,9 @@ from typing import Any
 
 from linrnn.core.errors import DataError
 from linrnn.report.runs import Run, read_committed
-from linrnn.report.targets import BASELINES, Verdict, judge
+from linrnn.report.targets import BASELINES
 from linrnn.report.verdicts import EXACT
-from study.criteria import BATCH, FOLDERS
+from study.criteria import FOLDERS
 
 ALIKE = ("size", "seq_len", "vocab_size", "memory_budget_gib", "device", "precision", "world_size")
 Key = tuple[str, str, str]  # model, kind of activation checkpointing, loss
@@ -70,11 +70,11 @@ def searches_on_the_h100(results: Path) -> dict[Key, Search]:
     return dict(sorted(found.items(), key=lambda entry: (models.index(entry[0][0]), kinds.index(entry[0][1]))))
 
 
-def batch_verdicts(found: dict[Key, Search]) -> list[tuple[Key, Verdict]]:
+def batch_ratios(found: dict[Key, Search]) -> dict[Key, float]:
     """How many times as many sequences fit with `EXACT` as with each baseline. Inexact searches are left out."""
-    return [
-        (key, judge(BATCH, key[0], EXACT, against, [own.batch / base.batch], setting=f"checkpointing {key[1]}"))
-        for key, own in found.items()
+    return {
+        (model, kind, against): own.batch / base.batch
+        for (model, kind, loss), own in found.items()
         for against in BASELINES
-        if key[2] == EXACT and own.exact and (base := found.get((*key[:2], against))) and base.exact and base.batch
-    ]
+        if loss == EXACT and own.exact and (base := found.get((model, kind, against))) and base.exact and base.batch
+    }

@@ -1,6 +1,5 @@
 """The tables of README, the study and its appendices, from committed rows."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,8 +15,18 @@ from linrnn.report.runs import Run
 from linrnn.report.targets import Target, Verdict
 from linrnn.report.verdicts import EXACT
 from study.criteria import CONTROL, CRITERIA, CURVES, FINAL_LOSS, FOLDERS, MVE_LOSS, VALID_LOSS
-from study.measures import GIB, NAMES, RESULTS, beside_compiled, committed, searches, span_of, verdicts_of
-from study.searches import Search, batch_verdicts
+from study.measures import (
+    NAMES,
+    RESULTS,
+    beside_compiled,
+    committed,
+    memory_of_steps,
+    rows_in,
+    searches,
+    span_of,
+    verdicts_of,
+)
+from study.searches import batch_ratios
 from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speed_of, speeds
 
 Rows = Iterable[Sequence[object]]
@@ -228,10 +237,10 @@ def linear_rnn() -> Rows:
         if (base.loss, full) in ((BASELINE, "no"), (EAGER, "full")):
             words = f"faster than {named(base.loss)}, {full} checkpointing"
             found.setdefault(words, {})[row.model] = f"{gain(row, base):+.1f} %"
-    for (model, kind, _), verdict in batch_verdicts(searches(RESULTS)):
-        if verdict.against == BASELINE:
+    for (model, kind, against), ratio in batch_ratios(searches()).items():
+        if against == BASELINE:
             words = f"batch / torch.compile's, {'no' if kind == 'none' else kind} checkpointing"
-            found.setdefault(words, {})[model] = f"{verdict.value:.2f}"
+            found.setdefault(words, {})[model] = f"{ratio:.2f}"
     for words, cells in found.items():
         yield words, *(cells.get(model, "-") for model in MODELS)
 
@@ -243,24 +252,19 @@ def linear_rnn() -> Rows:
 )  # fmt: skip
 def batches() -> Rows:
     """The largest batches on an H100, by model and checkpointing."""
-    found = searches(RESULTS)
+    found = searches()
+    ratios = batch_ratios(found)
     for model, kind in dict.fromkeys(key[:2] for key in found):
         own = {loss: found.get((model, kind, loss)) for loss in LOSSES}
         sequences = ("-" if one is None else f"{one.batch}{'' if one.exact else ' or more'}" for one in own.values())
-        over = (_times_as_many(found[model, kind, EXACT], own[loss]) for loss in (EAGER, BASELINE))
+        over = (show(ratios.get((model, kind, loss)), ".2f") for loss in (EAGER, BASELINE))
         yield model_in_words(model), kind, *sequences, *over
-
-
-def _times_as_many(ours: Search, base: Search | None) -> str:
-    return f"{ours.batch / base.batch:.2f}" if base and base.exact and base.batch else "-"
 
 
 @table("1.3B, 8 x 2,048 tokens", "peak, GiB", "the output layer adds", "of the peak", "peak without it", "lower by")
 def memory_of_the_loss() -> Rows:
     """What `cce_kahan` adds to a step's memory, and the peak without any output layer."""
-    for words, file in FOLDERS["breakdowns"].items():
-        found = json.loads((RESULTS / "summaries/breakdown" / f"{file}.json").read_text())["memory"]
-        own, peak, less = (found[key]["measured"] / GIB for key in ("loss_forward", "peak", "peak/without_loss_layer"))
+    for words, (own, peak, less) in memory_of_steps().items():
         yield words, f"{peak:.2f}", f"{own:.2f}", share(own / peak), f"{less:.2f}", share(1 - less / peak)
 
 
@@ -343,8 +347,7 @@ def filter_speed() -> Rows:
 def noise_by_step() -> Rows:
     """The variance that sampling adds to the gradient, by step and batch, as a share of the batch's own."""
     for size, name in (("10M", "nvidia_h200"), ("448M", "nvidia_h200_448m")):
-        _, *lines = (RESULTS / f"gradient_noise/{name}.jsonl").read_text().splitlines()
-        for one in map(json.loads, lines):
+        for one in rows_in(f"gradient_noise/{name}.jsonl")[1:]:
             if one["parameters"] == "all":
                 shares = (share(one.get(key), ".3f") for key in ("sample_over_batch", "rounding_over_batch"))
                 yield size, f"{one['step']:,}", f"{one['tokens']:,}", *shares
@@ -355,7 +358,7 @@ def noise_by_step() -> Rows:
 def hugging_face() -> Rows:
     """Steps of benchmarks/models.py with three losses."""
     models: dict[str, dict[str, str]] = {}
-    for row in map(json.loads, (RESULTS / FOLDERS["hugging_face"] / "rows.jsonl").read_text().splitlines()):
+    for row in rows_in(f"{FOLDERS['hugging_face']}/rows.jsonl"):
         cell = f"{row['step_ms']:.0f} ({row['ratio']:.2f}), {row['peak_gib']:.1f}" if row["status"] == "ok" else "-"
         models.setdefault(f"`{row['model']}`, {row['batch']} x {row['seq']:,}", {})[row["loss"]] = cell
     for model, own in models.items():
