@@ -1,9 +1,14 @@
 """Write a group's report. `make_report` finds the runs or the committed rows; `write_report` writes the files."""
 
+import base64
+import html
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from linrnn.config.schema import ReportConfig
 from linrnn.core.errors import ConfigError
@@ -12,7 +17,6 @@ from linrnn.core.tables import Table
 from linrnn.models.facts import model_in_words
 from linrnn.report import plots, tables
 from linrnn.report.metrics import LEAST_STEPS
-from linrnn.report.page import to_html
 from linrnn.report.plot_style import save
 from linrnn.report.runs import (
     COMMITTED,
@@ -125,6 +129,17 @@ def write_report(
         write_json(directory / MAX_BATCHES, answers)
         paths.append(directory / MAX_BATCHES)
     return paths
+
+
+def to_html(title: str, markdown: str, directory: Path) -> str:
+    """A page that needs no other file. Text becomes no markup beside Markdown's; pictures become part of the page."""
+
+    def data_uri(found: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{base64.b64encode((directory / found[1]).read_bytes()).decode()}"'
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return page.replace("TITLE", html.escape(title)).replace("BODY", re.sub(r'src="(\w+\.png)"', data_uri, body))
 
 
 # ---------------------------------------------------------------------------------------------------------- the text
