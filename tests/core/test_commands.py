@@ -35,6 +35,8 @@ def test_every_script_is_a_command_of_the_same_name():
         (["model=gla"], 2, "-> linrnn train model=gla;"),
         (["train", "--model", "gla"], 2, "-> write model=gla"),
         (["sweep", "hydra.x=1", "--help"], 0, "usage: linrnn sweep "),
+        (["breakdown", "--help"], 0, "warmup_steps: 3"),
+        (["find_max_batch", "-h"], 0, "those of the runs: linrnn train --help"),
     ],
 )
 def test_what_the_program_answers(arguments, code, printed):

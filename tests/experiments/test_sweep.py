@@ -118,16 +118,6 @@ def test_a_wrong_sweep_is_refused(arguments, cause, remedy, command_here):
     assert remedy in hint
 
 
-@pytest.mark.parametrize(
-    ("script", "key"), [("sweep", "jobs: 1"), ("find_max_batch", "max_probes: 7"), ("breakdown", "warmup_steps: 3")]
-)
-def test_help_names_the_command_s_own_keys_and_where_the_runs_are(script, key, command_here):
-    done = command_here(f"scripts/{script}.py", "--help")
-    assert done.returncode == 0, done.stderr
-    assert key in done.stdout
-    assert "python train.py --help" in done.stdout
-
-
 def test_a_sweep_s_point_runs_as_a_job_of_submitit(small, command, tmp_path):
     pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")

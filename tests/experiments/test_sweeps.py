@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
 
 def run(points: Sequence[Point], slots: Sequence[dict[str, str]] = ({},), **by_seed: str) -> list[str]:
     said: list[str] = []
-    run_points(points, slots, said.append, 0.1, scripts(**by_seed))
+    commands = patch.object(points_of_sweeps, "command_of", scripts(**by_seed))
+    with commands, patch.object(sweep_of_runs, "REPORT_SECONDS", 0.1):
+        run_points(points, slots, said.append)
     return said
 
 
@@ -186,8 +189,9 @@ def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points):
 def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path):
     point = make_points(1)[0]
     program = (
-        "import sys, time, pickle\nfrom linrnn.experiments.points import Process\n"
-        "process = Process(pickle.load(open(sys.argv[1], 'rb')), {}, [sys.executable, '-c', sys.argv[2]])\n"
+        "import sys, time, pickle\nfrom linrnn.experiments import points\n"
+        "points.command_of = lambda point: [sys.executable, '-c', sys.argv[2]]\n"
+        "process = points.Process(pickle.load(open(sys.argv[1], 'rb')), {})\n"
         "print(process._ranks[0].pid, flush=True); time.sleep(600)"
     )
     (tmp_path / "point").write_bytes(pickle.dumps(point))

@@ -174,20 +174,18 @@ class Process:
 
     Args:
         environment: variables in addition to this process's own.
-        command: the command of each rank; None: `python train.py` with the point's overrides.
     """
 
-    def __init__(self, point: Point, environment: dict[str, str], command: Sequence[str] | None = None) -> None:
+    def __init__(self, point: Point, environment: dict[str, str]) -> None:
         self.point = point
         self._summary_before = point.summary()
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
-        train = [str(TRAIN)] if TRAIN.exists() else ["-m", "linrnn", "train"]
         point.log.parent.mkdir(parents=True, exist_ok=True)
         with point.log.open("wb") as log:
             self._ranks = [
                 subprocess.Popen(
-                    list(command or [sys.executable, *train, *point.overrides]),
+                    command_of(point),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -259,6 +257,11 @@ class Process:
             return f"killed by {signal.Signals(-code).name}{host_memory}"
         errors = re.findall("error: (.*)", self.point.log.read_text(errors="replace", encoding="utf-8"))
         return (errors or [self.last_line()])[-1] or f"exit code {code}"
+
+
+def command_of(point: Point) -> list[str]:
+    """The command of each of a point's ranks."""
+    return [sys.executable, *([str(TRAIN)] if TRAIN.exists() else ["-m", "linrnn", "train"]), *point.overrides]
 
 
 def decisive(codes: Sequence[int]) -> tuple[int, int]:

@@ -42,6 +42,7 @@ from linrnn.runs.figures import host_decides
 from linrnn.runs.summary import duration
 
 OUTCOMES = ("finished", "unsupported", "out_of_memory")
+REPORT_SECONDS = 30.0  # between two reports on the points that run
 
 Say = Callable[[str], None]
 
@@ -138,18 +139,11 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
 
 
 # ------------------------------------------------------------------------------------------------------- the loop
-def run_points(
-    points: Sequence[Point],
-    slots: Sequence[dict[str, str]],
-    say: Say,
-    report_every_seconds: float = 30.0,
-    command: Callable[[Point], Sequence[str]] | None = None,
-) -> None:
+def run_points(points: Sequence[Point], slots: Sequence[dict[str, str]], say: Say) -> None:
     """Run points, one in each slot at a time. A point that another process still runs is tried again later.
 
     Args:
         slots: for each slot, environment variables for its processes.
-        command: the command of a point's process; None: train.py.
 
     Raises:
         InterruptedRun: after Ctrl-C or SIGTERM, once every running point has stopped.
@@ -176,8 +170,8 @@ def run_points(
                     if point.run_directory().in_use():  # as one that a killed sweep left behind, which saves and ends
                         waiting.append(point)
                         continue
-                    process = Process(point, free[0], command and command(point))
-                    running.append((process, free.popleft(), time.monotonic()))
+                    slot = free.popleft()
+                    running.append((Process(point, slot), slot, time.monotonic()))
                     tell(point, "started")
                 time.sleep(POLL_SECONDS)
                 for entry in [entry for entry in running if entry[0].ended()]:
@@ -188,7 +182,7 @@ def run_points(
                     if summary["status"] == "finished":
                         took.append(seconds)
                     tell(process.point, f"{outcome(summary)} ({duration(seconds)})")
-                if time.monotonic() - reported >= report_every_seconds:
+                if time.monotonic() - reported >= REPORT_SECONDS:
                     reported = time.monotonic()
                     for process, _, began in running:
                         tell(process.point, f"{duration(reported - began)}: {process.last_line() or 'starting'}")
