@@ -3,8 +3,8 @@
 import errno
 import json
 import math
-import os
 from contextlib import closing
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -119,19 +119,20 @@ def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
         read_jsonl(tmp_path / "absent.jsonl")
 
 
-def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path, monkeypatch):
+def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with closing(JsonlWriter(path)) as writer:
         writer.write({"step": 1})
-        whole = os.write
-        monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:5]))
+        file = writer._file
+        others = {name: getattr(file, name) for name in ("tell", "truncate", "close")}
+        writer._file = SimpleNamespace(write=lambda data: file.write(data[:5]), **others)
         with pytest.raises(StorageError, match="no space"):
             writer.write({"step": 2})
 
-        def full(file, data):
+        def full(data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(os, "write", full)
+        writer._file.write = full
         with pytest.raises(StorageError, match="No space left"):
             writer.write({"step": 2})
     assert steps_in(path) == [1]

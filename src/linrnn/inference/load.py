@@ -69,7 +69,9 @@ def load_trained(source: str | Path, device: torch.device | str = "auto") -> Tra
 
 def _from_run(directory: Path, device: torch.device) -> Trained:
     config = read_config(directory / "config.yaml")
-    model = build(directory, config, device)
+    arch = trained_architecture(directory, config)
+    check_reading_fits(arch, device)
+    model = read_model(directory, arch, device)
     model.set_softcap(config.loss.softcap)
     tokenizer = _tokenizer_in(directory.parent.parent)
     generated = isinstance(config.data, MarkovDataConfig)
@@ -77,13 +79,6 @@ def _from_run(directory: Path, device: torch.device) -> Trained:
     for settings in (model.hf.config, model.hf.generation_config):  # FLA's defaults: 1 begins a text, and 2 ends it
         settings.bos_token_id, settings.eos_token_id, settings.pad_token_id = None, eos_id, eos_id
     return Trained(model.hf.eval(), tokenizer, eos_id, config, directory)
-
-
-def build(directory: Path, config: Config, device: torch.device) -> LanguageModel:
-    """The model of a checkpoint, in fp32."""
-    arch = trained_architecture(directory, config)
-    check_reading_fits(arch, device)
-    return read_model(directory, arch, device)
 
 
 def read_model(

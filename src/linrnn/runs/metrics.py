@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._file = path, -1
+        self.path = path
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._keep(lambda record: True)
@@ -88,9 +87,8 @@ class JsonlWriter:
         values = {**{name: finite(value) for name, value in record.items()}, DATE: utc_now()}
         line = (json.dumps(values, allow_nan=False) + "\n").encode()
         with storing(self.path):
-            written = os.write(self._file, line)
-            if written < len(line):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            if (written := self._file.write(line)) < len(line):
+                self._file.truncate(self._file.tell() - written)
                 raise OSError(errno.ENOSPC, "no space left")
 
     def truncate_after(self, step: int, *, keep_validation: bool = True) -> None:
@@ -109,9 +107,7 @@ class JsonlWriter:
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def _keep(self, keep: Callable[[dict[str, Any]], bool]) -> None:
         """Open the file with some of its whole lines. A kill loses nothing."""
@@ -121,7 +117,7 @@ class JsonlWriter:
                 if len(lines) != self.path.stat().st_size:
                     write_bytes(self.path, lines)
         with storing(self.path):
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  close() closes it
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
