@@ -118,6 +118,17 @@ def curve(directory: Path) -> dict[int, tuple[float, float]]:
     return steps
 
 
+def wait_for_step(group: Path, step: int, seconds: float = 100) -> Path:
+    """The only run of a group, after it has written that step."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for metrics in group.glob("*/metrics.jsonl"):
+            if metrics.read_text().count("train/loss_nats") >= step:
+                return metrics.parent
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached")
+
+
 def summary_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "summary.json").read_text())
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_helpers import sentences, write_jsonl
 from forked import run_torchrun, start, torchrun_anew
-from rank_process import ROUNDING, as_rank, curve, ended, output, start_ranks, summary_of
+from rank_process import ROUNDING, as_rank, curve, ended, output, start_ranks, summary_of, wait_for_step
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -145,17 +145,6 @@ def test_a_signal_before_the_first_step_ends_the_ranks_with_its_exit_code(small,
     assert codes == [128 + signal.SIGUSR1] * 2, output(log, 2)
     assert output(log, 2).count("error: interrupted; no checkpoint was written") == 1
     assert not (tmp_path / "results").exists()
-
-
-def wait_for_step(group: Path, step: int, seconds: float = 100) -> Path:
-    """The only run of a group, after it has written that step."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for metrics in group.glob("*/metrics.jsonl"):
-            if metrics.read_text().count("train/loss_nats") >= step:
-                return metrics.parent
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
 
 
 FAULTS = {

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 from fitting import fitted, processes
 from forked import run_script, start
+from rank_process import curve, wait_for_step
 from safetensors.torch import load_file
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError, DivergedError
-from linrnn.runs.metrics import read_jsonl
 from linrnn.training import trainer as trainer_module
 from linrnn.training.checkpoint import found
 from linrnn.training.evaluation import Evaluation
@@ -33,24 +32,10 @@ LONG = (
 )
 
 
-def curve(directory: Path) -> list[tuple[int, float, float]]:
-    records = read_jsonl(directory / "metrics.jsonl") if (directory / "metrics.jsonl").exists() else []
-    return [(x["step"], x["train/loss_nats"], x["train/grad_norm"]) for x in records if "train/loss_nats" in x]
-
-
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     """Bytes of every tensor; their order in a file may differ."""
     [file] = checkpoint.glob("*.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
-
-
-def wait_for_step(directory: Path, step: int, exit_code: Callable[[], int | None]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and exit_code() is None:
-        if len(curve(directory)) >= step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: exit code {exit_code()}")
 
 
 def test_a_run_on_a_mixture_goes_on_with_the_batches_that_were_next(small, tmp_path, command_here, data_cache):
@@ -87,15 +72,14 @@ def unbroken(small_of_module: Callable[..., list[str]]) -> Path:
 def test_a_stopped_run_continues_bit_for_bit(number, reader_goes, small, unbroken, tmp_path):
     """Also if the reader of its output goes first, as of a `| tee` that the same Ctrl-C ends."""
     overrides, out = small(*LONG, "group=broken"), tmp_path / "log"
-    directory = tmp_path / "results/broken" / unbroken.name
     if reader_goes:
         os.mkfifo(out)
         reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
     process = start(run_script, "train.py", [*overrides, "logger.console_every_seconds=0"], out)
     if reader_goes:
-        wait_for_step(directory, 1, lambda: process.exitcode)
+        wait_for_step(tmp_path / "results/broken", 1)
         os.close(reader)
-    wait_for_step(directory, 5, lambda: process.exitcode)
+    directory = wait_for_step(tmp_path / "results/broken", 5)
     assert process.pid
     os.kill(process.pid, number)
     process.join(60)
@@ -104,7 +88,7 @@ def test_a_stopped_run_continues_bit_for_bit(number, reader_goes, small, unbroke
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["status"] == "interrupted"
         assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
-    assert curve(directory)[-1][0] < STEPS, "the run was over before the signal came"
+    assert max(curve(directory)) < STEPS, "the run was over before the signal came"
     summary = Trainer(load_config(overrides)).fit()
     assert summary["status"] == "finished"
     assert curve(directory) == curve(unbroken)
