@@ -112,10 +112,10 @@ def step_speed(folders: str | list[str], where: Where, against: str) -> Measured
 
 @measure
 def step(folders: str | list[str], where: Where, field: str, less: str | None = None) -> Measured:
-    """A field of the rows of benchmarks/steps.py; `less`: that of this loss, minus the row's own."""
+    """A field of steps' rows; `less`: that of this loss, where it was measured, minus the row's own."""
     rows = list(_steps(folders))
     bases = {row.line: getattr(row, field) for row in rows if row.loss == less}
-    found = [(getattr(row, field), row) for row in rows if _holds(row, where)]
+    found = [(getattr(row, field), row) for row in rows if _holds(row, where) and (not less or row.line in bases)]
     return [(bases[row.line] - value if less else value, row.rounds) for value, row in found if value is not None]
 
 
