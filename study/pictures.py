@@ -41,7 +41,7 @@ NARROW = 0.055  # a share of a step whose label would not fit into its segment
 
 def draw(output: Path) -> list[Path]:
     """Draw every picture. Return the paths of the PNGs."""
-    pictures = step_by_loss, step, speed_by_vocabulary, largest_batch, final_loss, filters, gradient_noise
+    pictures = step_by_loss, step, speed_by_vocabulary, largest_batch, final_loss, filters, sampled, gradient_noise
     return [save_picture(picture(), output / f"{picture.__name__}.png") for picture in pictures]
 
 
@@ -304,6 +304,42 @@ def filters() -> Any:
     )
     note = f"GLA, 10M parameters, 5M tokens, 12 seeds. Bands: lowest to highest seed. Grey: ±{MARGIN} nats."
     legend_below(figure, {}, note)
+    return figure
+
+
+def sampled() -> Any:
+    """The Transformer of 447M with sampled gradients: its loss by time, and minus torch.compile's by step."""
+    import pandas
+
+    runs = named(runs_of("pretrain_transformer"))
+    bases = {run.summary["seed"]: run for run, name in runs if name == BASELINE}
+    names = {BASELINE: "torch.compile", "cce_filter": "sampled gradients", CONTROL: "noise-floor run"}
+    colours = {BASELINE: "black", "cce_filter": colour_of("cce_filter"), CONTROL: GREY}
+    figure, (times, steps) = subplots(1, 2, figsize=(8, 4))
+    drawn = {}
+    for name, words in names.items():
+        own = [run for run, of in runs if of == name]
+        if name != CONTROL:
+            losses = pandas.DataFrame([dict(run.losses) for run in own]).mean().rolling(10).mean()  # 100 steps
+            minutes = fmean(run.summary["tokens"] / run.summary["tokens_per_second"] / 60 for run in own)
+            [drawn[words]] = times.plot(minutes * losses.index / losses.index[-1], losses, color=colours[name])
+            beside = losses.iloc[-1] + (0.14 if name == BASELINE else -0.16)
+            times.text(minutes, beside, f"{minutes:.1f} min", color=colours[name], ha="center")
+        if name != BASELINE:
+            curves = [difference(run.losses, bases[run.summary["seed"]].losses) for run in own]
+            drawn[words] = band(steps, curves, Look(colours[name], "", "full", "-"))
+    steps.axhspan(-MARGIN, MARGIN, color=PALE, zorder=0)
+    times.set_ylim(1.5, 5)
+    times.set_xlim(0, 7)
+    steps.set_ylim(-0.09, 0.09)
+    times.set_xlabel("minutes on one H200")
+    steps.set_xlabel("optimizer step")
+    times.set_title("training loss, nats", loc="left")
+    steps.set_title("nats above torch.compile", loc="left")
+    faster, ends = claim("transformer_speed")["text"], claim("transformer_filter")["text"]
+    figure.suptitle(f"Sampled gradients train {faster} faster and end {ends} nats from torch.compile")
+    note = f"Transformer of 447M, 50M tokens, V = 131,072, three seeds. Band: lowest to highest seed. Grey: ±{MARGIN}."
+    legend_below(figure, drawn, note)
     return figure
 
 

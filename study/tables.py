@@ -295,13 +295,13 @@ def training_losses() -> Rows:
                 yield words, named(loss), named(str(against)), *cells
 
 
-@table("validation loss minus torch.compile's, nats", "seed by seed")
+@table("run", "`cce_filter`, seed by seed", "noise-floor run")
 def long_runs() -> Rows:
-    """500M tokens at 10M parameters: validation losses minus torch.compile's of the same seed."""
-    found = beside_compiled(RESULTS / "summaries/pretrain_long", "valid_loss_nats")
-    seeds = sorted({seed for own in found.values() for seed in own})
-    for loss, own in found.items():
-        yield named(loss), ", ".join(f"{own[seed]:+.4f}" if seed in own else "not run yet" for seed in seeds)
+    """Longer and larger runs with sampled gradients: validation losses minus torch.compile's of the same seed."""
+    for group, words in FOLDERS["sampled"].items():
+        found = beside_compiled(RESULTS / "summaries" / group, "valid_loss_nats")
+        by_loss = (sorted(found.get(loss, {}).items()) for loss in ("cce_filter", CONTROL))
+        yield words, *(", ".join(f"{value:+.4f}" for _, value in seeds) or "-" for seeds in by_loss)
 
 
 # ------------------------------------------------------------------------------------------------------------- filters
