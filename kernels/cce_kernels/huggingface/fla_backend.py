@@ -7,8 +7,6 @@ must register one.
 from __future__ import annotations
 
 import importlib
-import inspect
-import sys
 from functools import cache
 from typing import Any
 
@@ -35,17 +33,6 @@ def register_in_fla() -> None:
         "backend_type": "cce", "package_name": "cce_kernels", "env_var": "FLA_CCE", "priority": 1,
     })  # fmt: skip
     backends.register(of_fla.fused_linear_cross_entropy_fwd, backend=kind, verifier=_accepts)(_loss_and_gradients)
-
-
-def is_registered_in_fla() -> bool:
-    """Whether FLA's FusedLinearCrossEntropyLoss computes with this package now."""
-    backends = sys.modules.get("fla.backends")
-    of_fla = sys.modules.get("fla.modules.fused_linear_cross_entropy.ops")
-    if backends is None or of_fla is None or backends._DISPATCH_DISABLED:
-        return False
-    registry = backends._function_registries.get(inspect.unwrap(of_fla.fused_linear_cross_entropy_fwd))
-    active = registry and registry.get_active()
-    return bool(active) and active.backend_type == "cce"
 
 
 def _accepts(*_: Any, use_l2warp: bool = False, **__: Any) -> tuple[bool, str | None]:
