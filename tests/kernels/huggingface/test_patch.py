@@ -3,7 +3,6 @@
 import copy
 import functools
 import inspect
-import io
 import json
 import pickle
 import types
@@ -56,7 +55,7 @@ def checkpointing() -> Any:
     return model
 
 
-IDS, LABELS = batch()
+ids, labels = batch()
 LONG = dict(zip(("input_ids", "labels"), batch(80), strict=True))  # above 64, where GLA takes its chunked kernel
 # A model, and what its call differs in from one with ids and labels
 SAME: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -75,14 +74,14 @@ SAME: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         for name, build in (("Gemma2", partial(build_hf, "Gemma2")), ("FLA GLA", partial(build_fla, "GLA")))
         for items in (50, torch.tensor(50))
     },
-    "shift_labels": (partial(build_hf, "Qwen2"), {"shift_labels": LABELS.roll(-2, 1)}),
-    "ignore_index": (partial(build_hf, "Qwen2"), {"labels": IDS, "ignore_index": int(IDS[0, 5])}),
+    "shift_labels": (partial(build_hf, "Qwen2"), {"shift_labels": labels.roll(-2, 1)}),
+    "ignore_index": (partial(build_hf, "Qwen2"), {"labels": ids, "ignore_index": int(ids[0, 5])}),
     "FLA GLA, both": (  # whose forward passes over both
         partial(build_fla, "GLA"),
-        {"labels": IDS, "ignore_index": int(IDS[0, 5]), "shift_labels": LABELS.roll(-2, 1)},
+        {"labels": ids, "ignore_index": int(ids[0, 5]), "shift_labels": labels.roll(-2, 1)},
     ),
-    "labels that are all ignored": (partial(build_hf, "Llama"), {"labels": torch.full_like(IDS, -100)}),
-    "FLA GLA, labels that are all ignored": (partial(build_fla, "GLA"), {"labels": torch.full_like(IDS, -100)}),
+    "labels that are all ignored": (partial(build_hf, "Llama"), {"labels": torch.full_like(ids, -100)}),
+    "FLA GLA, labels that are all ignored": (partial(build_fla, "GLA"), {"labels": torch.full_like(ids, -100)}),
 }
 
 
@@ -94,12 +93,11 @@ def test_loss_and_gradients_are_the_models_own(name):
     assert name != "Phi" or model.lm_head.bias.any()
     if "tied" in name:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    same_step(model, **{"input_ids": IDS, "labels": LABELS} | call)
+    same_step(model, **{"input_ids": ids, "labels": labels} | call)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GraniteMoe"])
 def test_experts_keep_their_auxiliary_loss(name):
-    ids, labels = batch()
     model = build_hf(name)
     same_step(model, input_ids=ids, labels=labels)
     own = model(ids, labels=labels)
@@ -115,7 +113,6 @@ def test_experts_keep_their_auxiliary_loss(name):
 # ------------------------------------------------------------------------------------------ predictions
 @pytest.mark.parametrize("scale", [2.0, -2.0])
 def test_predictions_are_the_largest_logits(scale, monkeypatch):
-    ids, labels = batch()
     model = build_hf("Cohere", logit_scale=scale)
     model.lm_head = nn.Linear(32, VOCAB)
     with torch.no_grad():
@@ -132,7 +129,6 @@ def test_predictions_are_the_largest_logits(scale, monkeypatch):
 
 
 def test_predictions_that_nobody_asked_for_are_refused_when_used():
-    ids, labels = batch()
     model = cce_kernels.patch(build_hf("Llama"))
     with torch.no_grad():
         output = model(ids, labels=labels)
@@ -148,7 +144,6 @@ def test_predictions_that_nobody_asked_for_are_refused_when_used():
 
 # ------------------------------------------------------------------------------------------ its calls
 def test_arguments_by_position_masks_and_states():
-    ids, labels = batch()
     model = build_hf("Llama")
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -164,8 +159,7 @@ def test_arguments_by_position_masks_and_states():
 
 
 @pytest.mark.parametrize("build", [lambda: build_hf("Gemma2"), lambda: build_fla("Transformer")])
-def test_without_labels_nothing_changes(build):
-    ids, _ = batch()
+def test_without_labels_nothing_changes_and_nothing_after_unpatch(build):
     model = build()
     call = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
@@ -174,14 +168,7 @@ def test_without_labels_nothing_changes(build):
         assert torch.equal(model(ids).logits, logits)
         assert torch.equal(model(ids, logits_to_keep=1).logits, last)
         assert torch.equal(model.generate(ids, **call), text)
-
-
-def test_unpatch_gives_the_class_its_forward_back():
-    model = build_hf("Llama")
-    want = model(IDS, labels=LABELS)
-    got = cce_kernels.unpatch(cce_kernels.patch(model))(IDS, labels=LABELS)
-    assert torch.equal(got.logits, want.logits)
-    assert torch.equal(got.loss, want.loss)
+        assert torch.equal(cce_kernels.unpatch(model)(ids, labels=labels).logits, logits)
     with pytest.raises(ValueError, match="has not patched"):
         cce_kernels.unpatch(model)
 
@@ -189,7 +176,6 @@ def test_unpatch_gives_the_class_its_forward_back():
 @pytest.mark.parametrize("name", ["Gemma2", "FLA's Transformer"])
 def test_compiles(name):
     """In one graph; FLA's forward calls super(), which breaks it."""
-    ids, labels = batch()
     ours = build_hf(name, num_hidden_layers=1) if name.isalnum() else build_fla("Transformer", num_hidden_layers=1)
     model = cce_kernels.patch(ours)  # the head and the loss are the same for one layer
     want, gradients, _ = step(model, input_ids=ids, labels=labels, use_cache=False)
@@ -202,17 +188,9 @@ def test_compiles(name):
 
 
 # ------------------------------------------------------------------------------------------ a patch lasts
-def saved(model):
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model)), saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("build", [lambda: build_hf("Granite"), lambda: build_fla("GLA")])
 def test_copies_and_pickles_are_patched(copied, build):
-    ids, labels = batch()
     model = build()
     want = step(copy.deepcopy(model), input_ids=ids, labels=labels)
     twin = copied(cce_kernels.patch(model, label_smoothing=0.0))
@@ -255,8 +233,7 @@ def accelerator():
 
 
 def test_mixed_precision_of_accelerate(accelerator):
-    call = {"input_ids": IDS, "labels": LABELS}
-    model = build_hf("Granite")
+    model, call = build_hf("Granite"), {"input_ids": ids, "labels": labels}
     own = accelerator.prepare_model(copy.deepcopy(model))
     want = step(own, **call)
     model = accelerator.prepare_model(cce_kernels.patch(model))
@@ -282,7 +259,6 @@ def test_mixed_precision_of_accelerate(accelerator):
 
 @pytest.mark.parametrize("wrapped", ["TRL's", "accelerate's over TRL's"])
 def test_a_forward_over_patchs_is_told(wrapped, accelerator):
-    ids, labels = batch()
     model = cce_kernels.patch(build_hf("Llama"))
 
     @functools.wraps(type(model).forward)  # as TRL's add_fused_lm_head, which calls the decoder
@@ -313,7 +289,6 @@ def one_rank():
 
 @pytest.mark.parametrize("build", [lambda: build_hf("Llama"), lambda: build_fla("GLA")])
 def test_a_model_that_fsdp2_has_sharded(one_rank, build):
-    ids, labels = batch()
     model = build()
     want, _, _ = step(copy.deepcopy(model), input_ids=ids, labels=labels)
     cce_kernels.patch(model)
@@ -337,7 +312,6 @@ def test_a_model_that_fsdp2_has_sharded(one_rank, build):
 
 
 def test_the_filter_changes_gradients_and_not_the_loss():
-    ids, labels = batch()
     model = build_hf("Llama")
     want_loss, want, _ = step(model, input_ids=ids, labels=labels)
     loss, gradients, _ = step(cce_kernels.patch(model, filter_eps=0.5), input_ids=ids, labels=labels)
@@ -371,7 +345,6 @@ def test_wrong_options_fail_when_patching(options, message):
     "ask", [lambda out: out.logits, lambda out: out["logits"], lambda out: out[1], lambda out: out[:2]]
 )
 def test_asking_the_output_for_logits(ask):
-    ids, labels = batch()
     output = cce_kernels.patch(build_hf("Llama"))(ids, labels=labels)
     assert output[0] is output["loss"] is output.loss
     assert output.to_tuple()[0] is output.loss
@@ -388,7 +361,6 @@ def test_asking_the_output_for_logits(ask):
     [{"logits_to_keep": 1}, {"logits_to_keep": torch.tensor([0])}, {"num_logits_to_keep": 2}, {"return_dict": False}],
 )
 def test_asking_the_forward_for_logits(build, call):
-    ids, labels = batch()
     model = cce_kernels.patch(build())
     with pytest.raises(ValueError, match="call it without labels"):
         model(ids, labels=labels, **call)
@@ -444,7 +416,7 @@ def build_t5():
 )  # fmt: skip
 def test_models_of_another_structure_are_refused_with_the_reason(build, message):
     with pytest.raises((TypeError, ValueError), match=message) as error:
-        cce_kernels.patch(build())(input_ids=IDS, labels=LABELS)
+        cce_kernels.patch(build())(input_ids=ids, labels=labels)
     assert "\n" not in str(error.value)
 
 
