@@ -33,9 +33,6 @@ def test_verdicts_are_those_of_check_loss():
             assert verdicts[name] == "ok"
     assert verdicts["standard"] == "ok"
     assert verdicts["liger"].startswith("no  ")
-
-
-def test_every_model_runs_on_a_cpu():
     assert models(CPU) == [(name, "ok") for name in ("gla", "gated_deltanet", "kda", "transformer")]
 
 

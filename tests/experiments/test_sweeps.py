@@ -138,15 +138,6 @@ def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_t
     assert statuses([point]) == ["failed"], "a machine that cannot run it takes nothing from what it did"
 
 
-def test_a_stop_reaches_the_running_point_and_leaves_the_others_waiting(make_points):
-    points = make_points(2)
-    stop_once(lambda: points[0].log.exists() and "tuning" in points[0].log.read_text())
-    with pytest.raises(InterruptedRun, match="running: seed=0; waiting: 1") as stopped:
-        run(points, s0=HANGS)
-    assert stopped.value.exit_code == 128 + signal.SIGTERM
-    assert statuses(points) == [None, None]
-
-
 def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it():
     slots = slots_of(16, ["3", "5"], share=True)
     assert Counter(slot["CUDA_VISIBLE_DEVICES"] for slot in slots) == {"3": 8, "5": 8}
@@ -301,12 +292,14 @@ def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_stop_reaches_every_rank(make_shared_points, tmp_path):
-    [point] = make_shared_points(1)
+def test_a_stop_reaches_every_rank_and_leaves_other_points_waiting(make_shared_points, tmp_path):
+    points = make_shared_points(2)
     hangs = f"import os; open({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{HANGS}"
     stop_once(lambda: len([*tmp_path.glob("pid*")]) == 2)
-    with pytest.raises(InterruptedRun, match="running: seed=0" if "seed=0" in point.label else "running: "):
-        run([point], s0=hangs)
+    with pytest.raises(InterruptedRun, match="running: seed=0; waiting: 1") as stopped:
+        run(points, s0=hangs)
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert statuses(points) == [None, None]
     for rank in range(2):
         assert not Path("/proc", (tmp_path / f"pid{rank}").read_text()).exists()
 
