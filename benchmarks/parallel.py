@@ -8,7 +8,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,11 +34,9 @@ from linrnn.losses import build_loss
 from linrnn.models import build_model
 from linrnn.models.architecture import resolve
 from linrnn.models.language_model import compute_dtype, parameter_dtype
-from linrnn.runs.intervals import Estimate, estimate
+from linrnn.runs.intervals import estimate
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.runtime import resolve_device, resolve_precision, synchronize
-
-SHARDED = ("fsdp", "vocab")
 
 
 @dataclass
@@ -47,7 +45,9 @@ class BenchConfig(common.Keys):
 
     models: list[str] = option(["gla/350m", "gla/1b3"], "model/size of training steps")
     weak: list[str] = option(
-        ["ddp", "fsdp", "vocab"], "values of parallel for weak scaling: batch_size sequences on each rank"
+        ["ddp", "fsdp", "vocab"],
+        "values of parallel with their options, as in 'fsdp blocks_together=4 keep_gathered=true'; each rank has "
+        "batch_size sequences",
     )
     batch_size: int = option(8, "sequences of each rank", minimum=1)
     seq_len: int = option(2048, "tokens per sequence", minimum=2)
@@ -57,8 +57,6 @@ class BenchConfig(common.Keys):
     )
     warmup: int = option(3, "steps before the measured ones, which tune kernels", minimum=1)
     timeout_seconds: float = option(300.0, "s that a rank waits for other ranks before all end", minimum=1, maximum=1e8)
-    blocks_together: int = option(1, "parallel.blocks_together of fsdp and vocab", minimum=1)
-    keep_gathered: bool = option(False, "parallel.keep_gathered of fsdp and vocab")
     cuda_graph: bool = option(False, "true: every step replays a CUDA graph (trainer.cuda_graph); not for ddp")
 
 
@@ -74,7 +72,7 @@ class StepRow:
     size: str
     vocab_size: int
     precision: str
-    parallel: str
+    parallel: str  # with its options
     scaling: str  # alone (each rank by itself) | weak (each rank keeps its sequences) | strong (they shared them)
     ranks: int
     sequences_of_rank: int
@@ -83,59 +81,25 @@ class StepRow:
     efficiency: float | None  # tokens/s against as many GPUs alone, in this repeat, with the sequences of `weak`
     gib: float | None  # peak memory of the rank that holds most; null on a CPU
     gib_is_own: bool = True  # false: FSDP's row comes after DDP's, and lacks DDP's gradients that NCCL still held
-    blocks_together: int = 1
-    keep_gathered: bool = False
     cuda_graph: bool = False
     host_ms: float | None = None  # in which the slowest rank's host issues a step to an idle GPU
     repeat: int = 1
     run: str = ""
 
+    status: ClassVar[str] = "ok"
+
     @property
     def method(self) -> str:
-        """`parallel`, how blocks are gathered if not one by one for each pass, and whether a CUDA graph is replayed."""
-        together = f", {self.blocks_together} blocks together" if self.blocks_together > 1 else ""
-        kept, graph = ", kept" if self.keep_gathered else "", ", CUDA graph" if self.cuda_graph else ""
-        return self.parallel + together + kept + graph
+        return f"{self.parallel}, CUDA graph" if self.cuda_graph else self.parallel
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.ranks * self.sequences_of_rank * self.seq_len / self.step_ms * 1e3
 
     @property
     def memory(self) -> str:
         """GiB. A row of FSDP that lacks DDP's gradients shows a lower bound."""
         return ("≥ " if self.parallel == "fsdp" and not self.gib_is_own and self.gib else "") + show(self.gib, ".1f")
-
-
-@dataclass
-class Steps:
-    """All repeats of one setting."""
-
-    first: StepRow
-    step_ms: float  # medians
-    host_ms: float | None
-    efficiency: Estimate | None
-
-    status: ClassVar[str] = "ok"
-
-    @classmethod
-    def of(cls, rows: list[StepRow]) -> "Steps":
-        own = [row.efficiency for row in rows if row.efficiency]
-        hosts = [row.host_ms for row in rows if row.host_ms is not None]
-        found = estimate(own, ratios=True) if own else None
-        return cls(rows[0], median(row.step_ms for row in rows), median(hosts) if hosts else None, found)
-
-    @property
-    def run(self) -> str:
-        return self.first.run
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.first.ranks * self.first.sequences_of_rank * self.first.seq_len / self.step_ms * 1e3
-
-    @property
-    def efficiency_in_words(self) -> str:
-        """The efficiency; from two repeats on with its 90 % interval and their number."""
-        found = self.efficiency
-        if found is None or found.low is None:
-            return show(None if found is None else found.value, ".2f")
-        return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f}), n = {found.n}"
 
 
 def read_steps(directory: Path) -> list[StepRow]:
@@ -207,10 +171,10 @@ def _measure_mode(
     device: torch.device,
 ) -> StepRow:  # fmt: skip
     """Steps of a copy of `model`."""
-    arch, parallel, sequences = model.arch, _parallel(mode, config), config.batch_size
+    arch, sequences = model.arch, config.batch_size
     beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
-    spread, world = (Ranks(), 1) if mode == "none" else (under(parallel, *ranks.joined), ranks.world_size)
+    spread, world = (Ranks(), 1) if mode == "none" else (under(_parallel(mode), *ranks.joined), ranks.world_size)
     replica = spread.spread(model, compute_dtype(precision))
     loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
     optimizer = build_optimizer(model, run.optimizer, device)
@@ -234,50 +198,60 @@ def _measure_mode(
     ms = median(_slowest(ranks, several, device) / config.steps for _ in range(3))
     host_ms = median(_slowest_host(ranks, train_step, device) for _ in range(config.steps))
     peak = (torch.cuda.max_memory_allocated(device) - beside) / GIB if device.type == "cuda" else 0.0
-    sharded, scaling = mode in SHARDED, "alone" if mode == "none" else "weak"
+    scaling = "alone" if mode == "none" else "weak"
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms, None,
-        ranks.largest(peak)[0] or None,
-        blocks_together=config.blocks_together if sharded else 1, keep_gathered=config.keep_gathered and sharded,
-        cuda_graph=config.cuda_graph, host_ms=host_ms,
+        ranks.largest(peak)[0] or None, cuda_graph=config.cuda_graph, host_ms=host_ms,
     )  # fmt: skip
 
 
-def _parallel(mode: str, config: BenchConfig) -> Any:
-    """`parallel=mode`. Only modes that shard the model gather blocks."""
-    overrides = [f"parallel={mode}"]
-    if mode in SHARDED:
-        overrides += [f"parallel.blocks_together={config.blocks_together}"]
-        overrides += [f"parallel.keep_gathered={config.keep_gathered}"]
-    return load_config(overrides).parallel
+def _parallel(text: str) -> Any:
+    name, *options = text.split()
+    return load_config([f"parallel={name}", *(f"parallel.{option}" for option in options)]).parallel
 
 
 # ----------------------------------------------------------------------------------------------------------- page
-STEPS: common.Columns = {
-    "model": lambda row: f"{row.first.model} {row.first.size}",
-    "parallel": lambda row: row.first.method,
-    "scaling": lambda row: row.first.scaling,
-    "GPUs": lambda row: row.first.ranks,
-    "B of a rank": lambda row: row.first.sequences_of_rank,
-    "ms": "step_ms:.0f",
-    "CPU ms": "host_ms:.0f",
-    "tokens/s": "tokens_per_second:,.0f",
-    "efficiency": lambda row: row.efficiency_in_words,
-    "GiB": lambda row: row.first.memory,
-}
+def in_one(rows: list[StepRow]) -> StepRow:
+    """The repeats of a setting, with the medians of their times."""
+    hosts = [row.host_ms for row in rows if row.host_ms is not None]
+    step_ms, host_ms = median(row.step_ms for row in rows), median(hosts) if hosts else None
+    return replace(rows[0], step_ms=step_ms, host_ms=host_ms)
+
+
+def efficiency_of(rows: list[StepRow]) -> str:
+    """The median; from two repeats on with its 90 % interval and their number."""
+    own = [row.efficiency for row in rows if row.efficiency]
+    found = estimate(own, ratios=True) if own else None
+    if found is None or found.low is None:
+        return show(None if found is None else found.value, ".2f")
+    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f}), n = {found.n}"
 
 
 def write_report(directory: Path) -> list[Path]:
     """Write steps.md; returns its path."""
-    steps = [Steps.of(own) for own in common.grouped(read_steps(directory), key=_setting)]
-    sections = {own[0].run: own for own in common.grouped(steps, key=lambda row: row.run)}
-    return common.write_report(directory, "steps", "Training steps", sections, STEPS)
+    repeats = {_setting(own[0]): own for own in common.grouped(read_steps(directory), key=_setting)}
+    sections = {own[0].run: own for own in common.grouped(list(map(in_one, repeats.values())), key=lambda row: row.run)}
+    columns: common.Columns = {
+        "model": lambda row: f"{row.model} {row.size}",
+        "parallel": lambda row: row.method,
+        "scaling": lambda row: row.scaling,
+        "GPUs": "ranks:d",
+        "B of a rank": "sequences_of_rank:d",
+        "ms": "step_ms:.0f",
+        "CPU ms": "host_ms:.0f",
+        "tokens/s": "tokens_per_second:,.0f",
+        "efficiency": lambda row: efficiency_of(repeats[_setting(row)]),
+        "GiB": lambda row: row.memory,
+    }
+    return common.write_report(directory, "steps", "Training steps", sections, columns)
 
 
 # -------------------------------------------------------------------------------------------------------- the whole
 def run_benchmark(ranks: DistributedRanks, config: BenchConfig) -> None:
     """Measure. Rank 0 writes every row."""
-    if config.cuda_graph and "ddp" in config.weak:
+    for text in config.weak:
+        _parallel(text)  # a wrong option is refused before anything is measured
+    if config.cuda_graph and any(text.split()[0] == "ddp" for text in config.weak):
         raise ConfigError("cuda_graph=true: training refuses CUDA graphs with parallel=ddp", "use weak=[fsdp,vocab]")
     device = resolve_device(config.device)
     if config.cuda_graph and device.type != "cuda":
