@@ -92,16 +92,10 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
         settings |= {key: value for key, value in by_heads.items() if key in allowed}
     settings |= {"use_l2warp": False} if "use_l2warp" in allowed else {}
     settings |= model.options
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if type(settings[key]) is not int or settings[key] < 1:
-            raise ConfigError(
-                f"model.options.{key}={settings[key]} is no whole number of 1 or more",
-                f"use model.options.{key}=1 or more",
-            )
-    if settings["vocab_size"] < vocab_size:
+    if not isinstance(entries := settings["vocab_size"], int) or entries < vocab_size:
         raise ConfigError(
-            f"model.options.vocab_size={settings['vocab_size']} is smaller than the vocabulary of {vocab_size}",
-            f"use {vocab_size} or more",
+            f"model.options.vocab_size={entries} does not hold the vocabulary of {vocab_size}",
+            f"use a whole number of {vocab_size} or more",
         )
     return settings | _attention(model, settings, allowed, heads)
 
@@ -112,12 +106,12 @@ def _attention(
     """FLA's settings of a hybrid's attention layers."""
     every, window = model.attention_every, model.attention_window
     if every is None:
-        if window is not None and "window_size" not in allowed:
+        if window is not None:
             raise ConfigError(
-                f"model.attention_window={window}: FLA's {model.config} has no attention with a window",
-                "add model.attention_every, or leave model.attention_window out",
+                f"model.attention_window={window}: there is no model.attention_every",
+                "add it, or use model.options.window_size if FLA's model has this option",
             )
-        return {} if window is None else {"window_size": window}
+        return {}
     what, layers = f"model.attention_every={every}", settings["num_hidden_layers"]
     if "attn" not in allowed:
         raise ConfigError(
