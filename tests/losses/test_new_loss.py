@@ -4,11 +4,11 @@ import importlib
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked import ROOT, run_elsewhere, start
 
 from linrnn.config import load_config, overrides_of, read_config, run_name
 from linrnn.config.cli import help_text
@@ -16,6 +16,8 @@ from linrnn.core.errors import ConfigError
 from linrnn.costs import loss_memory
 from linrnn.losses import loss_names
 from linrnn.training.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def source() -> str:
     return source
 
 
-def test_one_file_and_one_word_make_a_loss_of_the_command_line(source, small, tmp_path):
+def test_one_file_and_one_word_make_a_loss_of_the_command_line(source, tmp_path):
     for folder in ("src", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)
@@ -37,29 +39,10 @@ def test_one_file_and_one_word_make_a_loss_of_the_command_line(source, small, tm
     init = (losses / "__init__.py").read_text(encoding="utf-8")
     assert init.count("import cce, cce_apple, fla") == 1
     (losses / "__init__.py").write_text(init.replace("cce_apple, fla", "cce_apple, chunked, fla"), encoding="utf-8")
-
-    process = start(_train_with_other_sources, tmp_path, small("loss=chunked", "loss.rows=50"))
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
-    [run] = (tmp_path / "results" / "default").iterdir()
-    assert run.name.startswith("gla-smoke-chunked-")
-    assert read_config_text(run / "config.yaml")["rows"] == "50"
-    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 3
-
-
-def _train_with_other_sources(root: Path, overrides: list[str]) -> None:
-    """In another process: `train.py` below `root`. The libraries are imported already, linrnn is imported anew."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "linrnn"]:
-        del sys.modules[name]
-    sys.path.insert(0, str(root / "src"))
-    run_elsewhere(dict(os.environ), root, str(root / "train.py"), overrides, root / "log", root / "log")
-    assert Path(sys.modules["linrnn"].__file__ or "").is_relative_to(root)
-
-
-def read_config_text(path: Path) -> dict[str, str]:
-    """The loss's options in a config.yaml. This process does not know the loss."""
-    [text] = re.findall(r"^loss:\n((?:  .*\n)+)", path.read_text(), re.MULTILINE)
-    return dict(line.strip().split(": ") for line in text.splitlines())
+    command = [sys.executable, "train.py", "loss=chunked", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert re.search(r"^rows: 1024 +# rows whose", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("new_losses")
