@@ -107,9 +107,12 @@ def test_backward_passes_may_follow_one_another(passes, device):
 
 @devices
 @launches_are_free()
-def test_the_gradients_of_e_and_of_c_may_be_asked_for_one_after_the_other(device):
+def test_the_gradients_of_e_and_of_c_may_be_asked_for_alone_and_one_after_the_other(device):
     e, c, targets, _ = draw(Case("one_each", shape=(260,), dim=8, vocab=60, dtype=BF16, peak=3), device)
     both = gradients(linear_cross_entropy(e, c, targets), (e, c))
+    alone = linear_cross_entropy(e.detach(), c, targets), linear_cross_entropy(e, c.detach(), targets)
+    assert torch.equal(gradients(alone[0], (c,))[0], both[1])
+    assert torch.equal(gradients(alone[1], (e,))[0], both[0])
     loss = linear_cross_entropy(e, c, targets)
     (grad_e,) = torch.autograd.grad(loss, e, retain_graph=True)
     (grad_c,) = torch.autograd.grad(3 * loss, c)

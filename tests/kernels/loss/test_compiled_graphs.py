@@ -92,14 +92,14 @@ def test_each_backend_of_a_cpu_has_operators_of_its_own():
     assert operators._forward_op._qualname == "cce_kernels::cross_entropy"
 
 
-OPTIONS = {
+OPTIONS = {  # the shape in place of a tensor
     "plain": {},
     "rows": {"reduction": "none", "shift": 1, "return_lse": True},
     "statistics": {"preset": "cce_filter", "return_stats": True, "return_metrics": True},
     "filtered": PRESETS["cce_filter"] | {"filter_if_faster": False, "return_stats": True},
-    "main_grad": {"main_grad_c": True},
-    "weights": {"token_weights": True},
-    "several": {"target_weights": True, "reduction": "none", "shift": 1},
+    "main_grad": {"main_grad_c": (1000, 64)},
+    "weights": {"token_weights": (6, 40)},
+    "several": {"target_weights": (6, 40, 3), "reduction": "none", "shift": 1},
 }
 
 
@@ -110,14 +110,8 @@ def test_shapes_of_losses_and_gradients(options, kind):
     with mode:
         e = torch.empty(6, 40, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
         c = torch.empty(1000, 64, device=device, requires_grad=True)
-        targets = torch.empty(6, 40, device=device, dtype=torch.int64)
-        if "main_grad_c" in options:
-            options = options | {"main_grad_c": torch.empty(1000, 64, device=device)}
-        if "token_weights" in options:
-            options = options | {"token_weights": torch.empty(6, 40, device=device)}
-        if "target_weights" in options:
-            targets = torch.empty(6, 40, 3, device=device, dtype=torch.int64)
-            options = options | {"target_weights": torch.empty(6, 40, 3, device=device)}
+        targets = torch.empty(options.get("target_weights", (6, 40)), device=device, dtype=torch.int64)
+        options = {k: torch.empty(x, device=device) if isinstance(x, tuple) else x for k, x in options.items()}
         found = linear_cross_entropy(e, c, targets, **options)
         loss, *extras = found if isinstance(found, tuple) else (found,)
         loss.sum().backward()

@@ -161,6 +161,16 @@ class Model(nn.Module):
         return self.body(x).tanh()
 
 
+def sharded(mesh: DeviceMesh | None = None, parallel: bool = False) -> Model:
+    """FSDP2 shards head and body over all ranks, or over "dp"; parallel: after the head was spread over "tp"."""
+    model = Model()
+    if parallel and mesh is not None:
+        parallelize_module(model.head, mesh["tp"], ColwiseParallel())
+    for part in (model.head, model):
+        fully_shard(part, mesh=None if mesh is None else mesh["dp"])
+    return model
+
+
 def averaged(of: dict[str, Tensor], parts: int) -> list[Tensor]:
     """The gradients of a model on one device: the mean of the losses of `parts` of the batch."""
     model = Model()
@@ -181,9 +191,7 @@ def compare(model: nn.Module, want: list[Tensor]) -> None:
 def fsdp() -> None:
     of, rank, ranks = tensors(), dist.get_rank(), dist.get_world_size()
     for function in (linear_cross_entropy, linear_log_probs):
-        model = Model()
-        fully_shard(model.head)
-        fully_shard(model)
+        model = sharded()
         hidden, targets = model(of["e"].chunk(ranks)[rank]), of["targets"].chunk(ranks)[rank]
         assert isinstance(model.head.weight, DTensor)
         loss = function(hidden, model.head.weight, targets, bias=model.head.bias)
@@ -196,10 +204,7 @@ def fsdp_and_tensor_parallel() -> None:
     of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     rank = mesh.get_local_rank("dp")
     for as_ in (R, S1):
-        model = Model()
-        parallelize_module(model.head, mesh["tp"], ColwiseParallel())
-        for part in (model.head, model):
-            fully_shard(part, mesh=mesh["dp"])
+        model = sharded(mesh, parallel=True)
         hidden = DTensor.from_local(model(of["e"][2 * rank : 2 * rank + 2]), mesh["tp"], [R]).redistribute(
             placements=[as_]
         )
@@ -215,11 +220,8 @@ def unsharded_head() -> None:
     of, mesh = tensors(), mesh_of(2, mesh_dim_names=("dp", "tp"))
     rank = mesh.get_local_rank("dp")
     for parallel in (False, True):
-        model = Model()
-        if parallel:
-            parallelize_module(model.head, mesh["tp"], ColwiseParallel())
+        model = sharded(mesh, parallel)
         for part in (model.head, model):
-            fully_shard(part, mesh=mesh["dp"])
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no product beside the sum
         hidden = model(of["e"][2 * rank : 2 * rank + 2])
