@@ -206,7 +206,7 @@ def memory_of_steps() -> dict[str, list[float]]:
 @measure
 def filter_speed(folders: list[str], _: Where, against: str) -> Measured:
     """How many times as fast the filter's backward pass is on the shapes that it filters."""
-    found = [one.verdict for folder in folders for one in filter_speeds(RESULTS / folder)]
+    found = [verdict for folder in folders for verdict, _ in filter_speeds(RESULTS / folder)]
     return [(one.value, one.n) for one in found if one.against == against and one.value]
 
 

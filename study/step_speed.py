@@ -5,7 +5,6 @@ It does not hold what differs between processes, such as the kernels that were t
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -74,26 +73,14 @@ def _batches(rows: Sequence[Row]) -> list[int]:
     return [row.batch for row in rows if row.loss != AGAIN]
 
 
-@dataclass(frozen=True)
-class FilterSpeed:
-    """A verdict on one shape and kind of logits, and the filter's row."""
-
-    verdict: Verdict
-    row: loss_rows.Row
-
-    @property
-    def shape(self) -> str:
-        return f"{self.row.n:,} x {self.row.d:,} x {self.row.v:,}"
-
-
-def filter_speeds(directory: Path) -> Iterator[FilterSpeed]:
-    """A verdict for every row of a GPU's grid that the filter filters, by N, D and V."""
+def filter_speeds(directory: Path) -> Iterator[tuple[Verdict, loss_rows.Row]]:
+    """A verdict beside every row of a GPU's grid that the filter filters, by N, D and V."""
     rows = [row for row in loss_rows.read_rows(directory) if row.set == "grid"]
     bases = {row.problem: row for row in rows if row.backend == BASELINES[0]}
     for row in sorted(rows, key=lambda row: (row.n, row.d, row.v, row.logits)):
         if row.backend == FILTER and (row.de_err_ratio or 0) > FILTERED:
             values = [base / own for base, own in zip(_added(bases[row.problem]), _added(row), strict=True)]
-            yield FilterSpeed(judge(BACKWARD, "-", FILTER, BASELINES[0], values, setting=row.logits), row)
+            yield judge(BACKWARD, "-", FILTER, BASELINES[0], values, setting=row.logits), row
 
 
 def _added(row: loss_rows.Row) -> list[float]:

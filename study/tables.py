@@ -204,24 +204,21 @@ def times_as_fast(row: Row | None, base: Row | None) -> str:
     return CPU_BOUND if cpu_bound else between(speed.value, speed.low, speed.high)
 
 
-DETAILS = ("output layer, ms", "of the step", "peak, GiB", "CPU busy", "n")
-
-
-@table("setting", "loss", "step, ms", "tokens/s", *DETAILS, words=("setting", "loss"))
+@table(
+    "setting", "loss", "step, ms", "tokens/s", "output layer, ms", "of the step", "peak, GiB", "CPU busy", "n",
+    words=("setting", "loss"),
+)  # fmt: skip
 def step_details() -> Rows:
     """Times and memory behind the ratios, for each setting and loss."""
     for names in FOLDERS["steps"]:
         own = rows_of(*names)
-        shown = [row for row in own if row.loss != AGAIN]
-        yield from details(shown, names_of(own), lambda row: f"{row.tokens_per_second:,.0f}")
-
-
-def details(rows: Iterable[Row], settings: dict[str, str], compared: Callable[[Row], str]) -> Rows:
-    for row in rows:
-        if row.status == "ok" and host_share(row) < HOST_DECIDES:
-            layer = show(row.loss_layer_ms, ".1f"), share(row.loss_layer_share), show(row.peak_gib, ".2f")
-            step = show(row.step_ms, ".1f"), compared(row)
-            yield plain(settings[row.line]), named(row.loss), *step, *layer, share(host_share(row), ".0f"), row.rounds
+        settings = names_of(own)
+        for row in (row for row in own if row.loss != AGAIN and row.status == "ok"):
+            if host_share(row) < HOST_DECIDES:
+                step = show(row.step_ms, ".1f"), show(row.tokens_per_second, ",.0f"), show(row.loss_layer_ms, ".1f")
+                memory = share(row.loss_layer_share), show(row.peak_gib, ".2f")
+                cpu = share(host_share(row), ".0f")
+                yield plain(settings[row.line]), named(row.loss), *step, *memory, cpu, row.rounds
 
 
 @table("1.3B", *map(model_in_words, MODELS))
@@ -331,8 +328,8 @@ def filter_speed() -> Rows:
     """The filter's backward pass against torch.compile's, on the shapes of the grid that are filtered."""
     cells: dict[str, dict[tuple[str, str], str]] = {}
     for gpu, folder in FOLDERS["gpus"].items():
-        for one in filter_speeds(RESULTS / "bench_loss" / folder):
-            cells.setdefault(one.shape, {})[gpu, one.row.logits] = judged(one.verdict, ".2f")
+        for verdict, row in filter_speeds(RESULTS / "bench_loss" / folder):
+            cells.setdefault(_shape((row.n, row.d, row.v)), {})[gpu, row.logits] = judged(verdict, ".2f")
     for shape, own in cells.items():
         yield shape, *(own.get((gpu, logits), "-") for gpu in FOLDERS["gpus"] for logits in LOGITS)
 

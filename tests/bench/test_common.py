@@ -35,6 +35,7 @@ def test_a_failure_has_one_status_in_all_benchmarks(error, status):
 @dataclass
 class Row:
     name: str
+    ms: int = 0
 
 
 @pytest.mark.parametrize("line", ['{"name": "a", "valu', "3", '{"shape": "a"}'])
@@ -44,6 +45,7 @@ def test_a_damaged_line_is_refused(line, tmp_path):
         last_rows(tmp_path, Row, str)
 
 
-def test_fields_that_are_measured_no_more_are_left_out(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"name": "a", "watts": 3}\n')
-    assert last_rows(tmp_path, Row, str) == [Row("a")]
+def test_the_last_row_of_a_key_counts_and_fields_of_older_rows_are_left_out(tmp_path):
+    lines = ['{"name": "a", "watts": 3}', '{"name": "b"}', '{"name": "a", "ms": 2}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    assert last_rows(tmp_path, Row, key=lambda row: row.name) == [Row("a", 2), Row("b")]

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -149,18 +148,6 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
 
 
 # ------------------------------------------------------------------------------------------------ files and page
-
-
-def test_rows_of_another_run_stay_unless_they_are_measured_anew(tmp_path):
-    first = [make_row(forward_ms=1.0), make_row(workspace_mib=128, forward_ms=2.0), make_row("fla")]
-    later = [make_row(workspace_mib=128, forward_ms=3.0), make_row(logits="peaked")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in first + later))
-    assert [(row.label, row.logits, row.forward_ms) for row in read_rows(tmp_path)] == [
-        ("cce_kahan", "flat", 1.0),
-        ("cce_kahan workspace_mib=128", "flat", 3.0),
-        ("fla", "flat", None),
-        ("cce_kahan", "peaked", None),
-    ]
 
 
 def test_a_picture_of_rows_without_the_floor_is_drawn():
