@@ -9,22 +9,6 @@ from linrnn.core.errors import ConfigError, first_line
 from linrnn.losses.requirements import require_package
 
 
-class Job:
-    """A call of a function. Slurm may interrupt it and queue it again with the same argument."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __call__(self, job: Any) -> Any:
-        return self._function(job)
-
-    def checkpoint(self, job: Any) -> Any:
-        """The call that submitit queues in place of an interrupted job. The run continues from its own checkpoint."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, job)
-
-
 def launch(
     function: Callable[[Any], Any], jobs: Sequence[Any], cluster: str, resources: Mapping[str, Any], directory: Path
 ) -> None:
@@ -46,6 +30,12 @@ def launch(
     require_package("submitit", "submitit", f"cluster={cluster}", "submitit>=1.5")
     import submitit
 
+    class Job(submitit.helpers.Checkpointable):
+        """What Slurm may interrupt and queue again. The run then continues from its own checkpoint."""
+
+        def __call__(self, job: Any) -> Any:
+            return function(job)
+
     away = [command for command in ("srun", "sbatch") if cluster == "slurm" and shutil.which(command) is None]
     if away:
         raise ConfigError(
@@ -55,7 +45,7 @@ def launch(
     try:
         executor = submitit.AutoExecutor(folder=directory / ".submitit" / "%j", cluster=cluster)
         executor.update_parameters(**{"timeout_min": 60, "name": "linrnn", **resources})
-        submitted = executor.map_array(Job(function), list(jobs))
+        submitted = executor.map_array(Job(), list(jobs))
     except (AssertionError, NameError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"resources={dict(resources)}: {' '.join(first_line(error).split())}",
