@@ -36,7 +36,6 @@ class Probe:
     fits: bool
     peak_bytes: int | None  # None: it ran out of memory
     tokens_per_second: float | None  # None: it does not fit
-    tokens_per_second_is: str | None = None  # how the speed was measured, from the probe's summary
 
     def __str__(self) -> str:
         peak = f", {self.peak_bytes / GIB:.2f} GiB" if self.peak_bytes else ""
@@ -232,7 +231,7 @@ def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, env
         )
     peak = summary["peak_memory_bytes"] if finished else None
     fits = peak is not None and peak <= config.memory_budget_gib * GIB
-    return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None, summary["tokens_per_second_is"])
+    return Probe(batch, fits, peak, summary["tokens_per_second"] if fits else None)
 
 
 def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
