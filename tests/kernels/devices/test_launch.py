@@ -12,18 +12,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from cce_kernels.runtime import launch
+from compiling import STREAM, Driver
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
-
-
-class Device:
-    """A stand-in for Triton's driver."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 7
 
 
 class Launcher:
@@ -87,7 +78,7 @@ def quick(request, monkeypatch):
 
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_one)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Device())
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver(90))
     monkeypatch.setattr(launch, "CudaLauncher", Launcher)
     monkeypatch.setattr(launch, "make_tensordesc_arg", encode)
     monkeypatch.setattr(triton, "__version__", request.param)
@@ -167,7 +158,7 @@ def test_a_repeated_launch_encodes_no_descriptor(quick):
     assert encoded == [(Y.data_ptr(), (32, 32))]
     assert launcher.values() == [[X.data_ptr(), "map 1", 32, 32, 32, 1, 32, 50, 0.5, 64]] * 3
     assert not launcher.by_triton
-    assert {got[:7] for got in launcher.got} == {(3, 1, 1, 7, 11, False, True)}
+    assert {got[:7] for got in launcher.got} == {(3, 1, 1, STREAM, 11, False, True)}
 
 
 @pytest.mark.parametrize(
