@@ -108,8 +108,8 @@ def test_with_each_override_of_a_remedy_the_command_runs(
 @pytest.mark.parametrize(
     ("overrides", "number"),
     [
-        ([], 3),
-        (["schedule.steps=5"], 4),
+        ([], 2),
+        (["schedule.steps=5"], 3),
         (["schedule=constant"], 3),
     ],
 )
