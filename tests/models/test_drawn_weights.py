@@ -68,7 +68,7 @@ def compare(arch: Architecture) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_four_models_are_drawn_as_fla_draws_them(model):
-    compare(architecture(f"model={model}", "size.num_layers=40"))
+    compare(architecture(f"model={model}", "size.num_layers=26"))
 
 
 @pytest.mark.parametrize("name", sorted(fla_models()))
