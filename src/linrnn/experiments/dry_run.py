@@ -96,10 +96,13 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
     lines = [
         "",
         f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
-        f"{sum(computed.values()):.3e} that the kernels compute",
+        f"{sum(computed.values()):.3e} with what is computed again",
     ]
     if seconds is None:
-        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
+        return [
+            *lines,
+            f"  time: {UNKNOWN if gpu else 'not estimated, since the peak rate of this device is not known'}",
+        ]
     off = costs.uncertainty(gpu) if gpu else 0.0
     fast, slow = (seconds * (1 - off), seconds * (1 + off)) if gpu else (seconds / 2, seconds * 2)
     speed = f"{plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
