@@ -12,6 +12,7 @@ from benchmarks import loss_rows
 from benchmarks.common import grouped
 from benchmarks.steps_rows import AGAIN, Row, options_of, ratio_of
 from linrnn.models.facts import model_in_words
+from linrnn.report.metrics import Sample
 from linrnn.report.targets import BASELINES, Verdict, judge
 from linrnn.runs.intervals import Estimate, estimate
 from study.criteria import BACKWARD
@@ -80,7 +81,7 @@ def filter_speeds(directory: Path) -> Iterator[tuple[Verdict, loss_rows.Row]]:
     for row in sorted(rows, key=lambda row: (row.n, row.d, row.v, row.logits)):
         if row.backend == FILTER and (row.de_err_ratio or 0) > FILTERED:
             values = [base / own for base, own in zip(_added(bases[row.problem]), _added(row), strict=True)]
-            yield judge(BACKWARD, "-", FILTER, BASELINES[0], values, setting=row.logits), row
+            yield judge(BACKWARD, "-", FILTER, BASELINES[0], Sample(values, setting=row.logits)), row
 
 
 def _added(row: loss_rows.Row) -> list[float]:

@@ -13,6 +13,7 @@ from made_up_runs import FIVE_SEEDS, HERE, answer, five, run
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError, DataError
+from linrnn.report.metrics import Sample
 from linrnn.report.runs import COMMITTED, Run, read_committed, read_max_batches
 from linrnn.report.tables import of_verdicts
 from linrnn.report.targets import judge, parse_target, store_targets
@@ -102,7 +103,7 @@ def test_a_wrong_target_is_refused_with_what_is_right(entry, words):
     [(0.60031, "0.60031"), (0.59996, "0.59996"), (0.6, "0.600"), (0.52, "0.520"), (0.599999999, "0.6")],
 )
 def test_a_value_that_misses_its_target_does_not_look_like_it(value, shown):
-    table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", [value])])
+    table = of_verdicts([judge(MEMORY, "gla", "cce_kahan", "compiled", Sample([value]))])
     assert table.rows[0][table.columns.index("value")] == shown
 
 

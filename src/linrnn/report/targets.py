@@ -10,7 +10,7 @@ The sweep stores them beside its runs (TARGETS). A report without targets compar
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from linrnn.core.errors import ConfigError
 from linrnn.core.files import read_json, write_json
 from linrnn.losses import loss_names
-from linrnn.report.metrics import METRICS, Metric
+from linrnn.report.metrics import METRICS, Metric, Sample
 from linrnn.runs.intervals import AT_LEAST, AT_MOST, LEAST_PAIRS, WITHIN, answer, estimate, extent
 
 REACHED, NOT_REACHED, INCONCLUSIVE, NOT_MEASURED = "reached", "not reached", "inconclusive", "not measured"
@@ -141,32 +141,22 @@ class Verdict:
     remark: str = ""  # why it is inconclusive or not measured, or what else a reader must know
 
 
-def judge(
-    target: Target,
-    model: str,
-    backend: str,
-    against: str | None,
-    values: Sequence[float],
-    *,
-    setting: str = "",
-    remark: str = "",
-    doubts: Sequence[str] = (),
-) -> Verdict:
-    """A result from one value per pair.
-
-    Args:
-        remark: shown with any result.
-        doubts: reasons why the values decide nothing, however many there are.
-    """
-    names, metric = (target, model, backend, against), target.metric
-    if not values:
-        reason = remark or f"not measured: needs {metric.needs}"
+def judge(target: Target, model: str, backend: str, against: str | None, sample: Sample) -> Verdict:
+    """The result of a sample, with the count of pairs, if they are too few, the doubts and the remarks in words."""
+    names, metric, setting = (target, model, backend, against), target.metric, sample.setting
+    if not sample.values:
+        reason = _in_words(sample.remarks) or f"not measured: needs {metric.needs}"
         return Verdict(*names, None, None, None, 0, NOT_MEASURED, setting, reason)
-    found = estimate(values, ratios=metric.ratio) if metric.by_chance else extent(values)
+    found = estimate(sample.values, ratios=metric.ratio) if metric.by_chance else extent(sample.values)
     few = metric.by_chance and found.n < target.pairs
     low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
-    holds = None if few or doubts or not target.rule else answer(low, high, target.rule, target.bound)
+    holds = None if few or sample.doubts or not target.rule else answer(low, high, target.rule, target.bound)
     word = {True: REACHED, False: NOT_REACHED, None: INCONCLUSIVE if target.rule else COMPARED}[holds]
     count = f"n = {found.n}, needs {target.pairs}" if few and target.rule else ""
-    words = "; ".join(filter(None, [count, *doubts, remark]))
+    words = _in_words([count, *sample.doubts, *sample.remarks])
     return Verdict(*names, found.value, found.low, found.high, found.n, word, setting, words)
+
+
+def _in_words(said: Iterable[str]) -> str:
+    """Each remark once, in their order."""
+    return "; ".join(dict.fromkeys(filter(None, said)))

@@ -43,16 +43,9 @@ def verdicts(
                 base = losses.get(against or "", [])
                 pair = Pair(own, base, backend, against or "", by_setting, max_batches, environment_of(runs))
                 for target, sample in ((one, sample) for one in asked for sample in one.metric.measure(pair)):
-                    words = {"setting": sample.setting or where, "remark": "; ".join(_once(sample.remarks))}
-                    found.append(
-                        judge(target, kind[0], backend, against, sample.values, **words, doubts=_once(sample.doubts))
-                    )
+                    placed = replace(sample, setting=sample.setting or where)
+                    found.append(judge(target, kind[0], backend, against, placed))
     return found
-
-
-def _once(words: Iterable[str]) -> list[str]:
-    """Words without repetitions, in their order."""
-    return [*dict.fromkeys(filter(None, words))]
 
 
 def baseline_of(runs: Sequence[Run]) -> str:
