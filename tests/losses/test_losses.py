@@ -16,7 +16,7 @@ from benchmarks.other_losses import OTHER_LOSSES
 from linrnn.config import load_config
 from linrnn.config.schema import SCHEMAS, LossConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.losses import LossOutput, apple_variants, build_loss, check_loss, check_objective, loss_names
+from linrnn.losses import LossOutput, build_loss, check_loss, check_objective, loss_names
 from linrnn.losses.cce import CceFilterLossConfig, CceKahanLossConfig
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
@@ -385,11 +385,26 @@ def test_a_library_that_does_not_import_is_named_with_what_to_install(name, modu
     assert install in refusal.value.remedy
 
 
-@pytest.mark.parametrize("eps", [0.0, 1.0])
-def test_a_filter_that_keeps_or_drops_everything_is_refused(eps):
-    config = replace(CONFIGS["cce_filter"], filter_eps=eps)
-    with pytest.raises(ConfigError, match="filter_eps"):
-        check_loss(config, CPU)
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "cause", "remedy"),
+    [
+        ("cce_filter", {"filter_eps": 0.0}, None, "filter_eps", "loss=cce_kahan for no filter"),
+        ("cce_filter", {"filter_eps": 1.0}, None, "filter_eps", "loss=cce_kahan for no filter"),
+        ("cce_filter", {"filter_mass": 1.0}, None, "filter_mass", "loss=cce_kahan for no filter"),
+        (
+            "cce_apple",
+            {"variant": "cce_telepathy"},
+            None,
+            r"cut_cross_entropy \d+.* has no such variant",
+            "torch_compile",
+        ),
+        ("cce_apple", {}, torch.float32, "fp32", "precision"),
+    ],
+)
+def test_options_that_a_loss_cannot_have_are_refused_before_anything_is_built(name, options, dtype, cause, remedy):
+    with pytest.raises((ConfigError, UnsupportedError), match=cause) as refusal:
+        check_loss(replace(CONFIGS[name], **options), torch.device("cuda"), dtype)
+    assert remedy in refusal.value.remedy
 
 
 @pytest.mark.parametrize("name", ["cce_kahan", "cce_filter"])
@@ -409,19 +424,6 @@ def test_torch_native_on_an_older_torch_says_which_it_needs(monkeypatch):
     with pytest.raises(UnsupportedError, match=r"torch >= 2\.13") as refusal:
         check_loss(CONFIGS["torch_native"], CPU)
     assert "pip install" in refusal.value.remedy
-
-
-def test_an_apple_variant_that_is_not_there_names_version_and_variants():
-    config = CceAppleLossConfig("cce_apple", variant="cce_telepathy")
-    with pytest.raises(UnsupportedError, match=r"cut_cross_entropy \d+.* has no such variant") as refusal:
-        check_loss(config, torch.device("cuda"))
-    assert all(variant in refusal.value.remedy for variant in apple_variants())
-
-
-def test_apple_kernels_in_fp32_are_refused_before_anything_is_built():
-    with pytest.raises(UnsupportedError, match="fp32") as refusal:
-        check_loss(CONFIGS["cce_apple"], torch.device("cuda"), torch.float32)
-    assert "precision" in refusal.value.remedy
 
 
 @pytest.mark.parametrize("name", ["compiled", "cce_apple-torch_compile"])

@@ -182,18 +182,6 @@ def test_a_window_hides_earlier_keys():
     torch.testing.assert_close(last, expected[:, -1:])
 
 
-def test_fla_s_own_attention_stays_as_it_is():
-    from fla.layers import attn
-
-    before = attn.__dict__.get("flash_attn_func"), attn.Attention.forward
-    network = build_model(architecture("gla", "model.attention_every=2"), device="cpu")
-    assert isinstance(network.mixers[1], attn.Attention)
-    assert (attn.__dict__.get("flash_attn_func"), attn.Attention.forward) == before
-    if before[0] is None:
-        with pytest.raises(ImportError, match="flash-attn"):
-            attn.Attention(64, 2)
-
-
 # ---------------------------------------------------------------------------------------------------------- running
 def test_a_cpu_form_is_causal_and_keeps_documents_apart():
     network = build_model(architecture("delta_net"), device="cpu", seed=0).eval()

@@ -266,14 +266,19 @@ def test_chunk_size_reaches_the_kernel_and_changes_no_result(model, size, monkey
     assert seen == [size] * 2 + [None] * 2
 
 
-def test_models_of_other_chunk_sizes_leave_fla_as_it_is():
-    """Each layer has a forward of its own."""
-    fla = import_fla("fla.layers.kda")
-    before, forward = dict(vars(fla)), fla.KimiDeltaAttention.forward
-    sized, usual, ids = build("kda", chunk_size=32), build("kda"), tokens(2, 70)
-    sized(ids)
-    assert dict(vars(fla)) == before
-    assert fla.KimiDeltaAttention.forward is forward
+@pytest.mark.parametrize(
+    ("model", "chunk_size", "layer"),
+    [("kda", 32, "fla.layers.kda.KimiDeltaAttention"), ("transformer", None, "fla.layers.attn.Attention")],
+)
+def test_chunk_sizes_and_torch_s_attention_leave_fla_as_it_is(model, chunk_size, layer):
+    """Each layer has a forward of its own, or a class below FLA's."""
+    module, _, name = layer.rpartition(".")
+    fla, usual = import_fla(module), build("kda")
+    before, forward = dict(vars(fla)), vars(fla)[name].forward
+    changed = build(model, chunk_size=chunk_size)
+    changed(tokens(2, 70))
+    assert isinstance(changed.mixers[0], vars(fla)[name])
+    assert (dict(vars(fla)), vars(fla)[name].forward) == (before, forward)
     assert "forward" not in vars(usual.mixers[0])
 
 
