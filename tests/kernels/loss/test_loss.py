@@ -8,12 +8,13 @@ from cases import BF16, CASES, FP16, FP32, Case, check, check_default_dtype, dra
 from cce_kernels import (
     WorkspaceTooSmall,
     linear_cross_entropy,
+    operators,
     reference_linear_cross_entropy,
     vocabulary_parallel_linear_cross_entropy,
 )
 from cce_kernels.planner import Plan
 from cce_kernels.runtime.interpreter import INTERPRETED
-from everywhere import devices, devices_with, interpreted, kernels
+from everywhere import devices, devices_with, interpreted, kernels, on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -96,6 +97,13 @@ DEFAULTED = {
 @devices_with("name", [*product(DEFAULTED, (BF16, torch.float64))], [("plain", torch.float64)])
 def test_the_default_dtype_changes_nothing(name, device):
     check_default_dtype(DEFAULTED[name[0]], name[1], device, rows=24 if INTERPRETED else 240)
+
+
+@on("cpu", "interpreter")
+def test_each_backend_of_a_cpu_has_operators_of_its_own(device):
+    """torch.compile keeps graphs on disk by the operators' names. A graph holds the plan of one backend."""
+    namespace = "cce_kernels_interpreted" if INTERPRETED else "cce_kernels"
+    assert operators._forward_op._qualname == f"{namespace}::cross_entropy"
 
 
 @kernels
