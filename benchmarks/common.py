@@ -31,7 +31,7 @@ from linrnn.runs.origins import commit_in_words
 from linrnn.training.runtime import device_name, resolve_device
 
 AnyRow = TypeVar("AnyRow")
-RESAMPLES = 2000  # of interval_of_median
+RESAMPLES = 2000  # of ratio_to
 ROWS, RUNS = "rows.jsonl", "runs.jsonl"
 
 
@@ -290,19 +290,12 @@ def save_picture(figure: Any, path: Path) -> Path:
     return save(figure, path)
 
 
-def ratio_to(ms: Sequence[float], base_ms: Any, seed: int) -> tuple[float, float, float]:
-    """The median of the rounds' ratios of two times, and the ends of its interval."""
-    ratios = np.array(ms) / np.array(base_ms)
-    return float(np.median(ratios)), *interval_of_median(ratios, seed)
+def ratio_to(ms: Sequence[float], base_ms: Sequence[float], seed: int) -> tuple[float, float, float]:
+    """The median of the rounds' ratios of two times, and the ends of its 95 % bootstrap interval.
 
-
-def interval_of_median(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median of a process's rounds. Ten rounds hold the truth 94 times in 100.
-
-    Args:
-        values: one per round.
-        seed: of the resampling.
+    The intervals of ten rounds hold the truth 94 times in 100. `seed` is that of the resampling.
     """
-    samples = np.random.default_rng(seed).choice(values, size=(RESAMPLES, len(values)))
+    ratios = np.array(ms) / np.array(base_ms)
+    samples = np.random.default_rng(seed).choice(ratios, size=(RESAMPLES, len(ratios)))
     low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
-    return float(low), float(high)
+    return float(np.median(ratios)), float(low), float(high)

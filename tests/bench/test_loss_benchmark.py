@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import loss, problems
-from benchmarks.common import interval_of_median, parse_loss, read_runs
+from benchmarks.common import parse_loss, ratio_to, read_runs
 from benchmarks.loss import SETS, record_times, report_set, run_benchmark
 from benchmarks.loss_pictures import on_named_shapes
 from benchmarks.loss_rows import BAR, FLOOR, Row, read_rows
@@ -189,9 +189,8 @@ def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eage
             assert (row.rounds, row.deterministic) == (3, True)
     timed = {(row.logits, row.label): row for row in rows if row.rounds}
     for (logits, _), row in timed.items():  # the rounds that a row keeps give its ratio and its interval
-        ratios = np.array(row.rounds_ms) / np.array(timed[logits, "standard"].rounds_ms)
         kept = row.ratio_to_compiled, row.ratio_to_compiled_low, row.ratio_to_compiled_high
-        assert kept == (np.median(ratios), *interval_of_median(ratios, loss.SEED))
+        assert kept == ratio_to(row.rounds_ms, timed[logits, "standard"].rounds_ms, loss.SEED)
         assert row.backend == FLOOR or np.median(row.forward_rounds_ms) == row.forward_ms
     assert rows[2].ratio_to_compiled == 1
     assert "liger: unsupported" in capsys.readouterr().out
