@@ -26,7 +26,7 @@ from linrnn.training.trainer import Trainer
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 FAILED = "the step compiles its kernels one by one: compiling ahead failed"
 # A few: tests/training/pairs has all of FLA's on a GPU. In nsa 16 queries share a key.
-NO_CPU_FORM = {"mamba2": {}, "rwkv7": {}, "nsa": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16, "window_size": 0}}
+NO_CPU_FORM = {"rwkv7": {}, "nsa": {"num_heads": 16, "num_kv_heads": 1, "head_dim": 16, "window_size": 0}}
 
 
 @pytest.fixture
