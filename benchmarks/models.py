@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -97,7 +97,6 @@ class Row:
     ratio_high: float | None = None
     peak_gib: float | None = None
     loss_nats: float | None = None  # before the first step, with the weights that all losses begin with
-    loss_err: float | None = None  # of loss_nats, relative to fp64 logits of the same hidden states
     gradient_norm: float | None = None  # of the first step, all parameters
     rounds_ms: list[float] = field(default_factory=list)  # the step of every round
     trainer: str = "none"
@@ -276,7 +275,6 @@ class Bench:
         loss.backward()
         norms = [p.grad.float().norm() for p in self.model.parameters() if p.grad is not None]
         row.loss_nats, row.gradient_norm = loss.item(), torch.stack(norms).norm().item()
-        row.loss_err = abs(row.loss_nats / self.fp64_nats - 1)
 
     def _warm_up(self, row: Row) -> None:
         for _ in range(self.config.warmup):
@@ -284,17 +282,6 @@ class Bench:
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.device)
             row.peak_gib = (before + (problems.peak_bytes(self.step, self.device) or 0)) / GIB
-
-    @cached_property
-    @torch.no_grad()
-    def fp64_nats(self) -> float:
-        """The loss by fp64 logits of the model's own hidden states."""
-        hidden = self.model.base_model(input_ids=self.ids, use_cache=False)[0][:, :-1].flatten(0, 1)
-        labels, weight = self.ids[:, 1:].flatten(), self.model.get_output_embeddings().weight
-        softcap = getattr(self.model.config, "final_logit_softcapping", None) or 0.0
-        counts, none = torch.full(labels.shape, 1 / len(labels), dtype=torch.float64, device=self.device), slice(0)
-        found = problems.solve(hidden, weight, labels, counts, torch.float64, softcap=softcap, rows=none, entries=none)
-        return found.loss
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -307,7 +294,6 @@ COLUMNS: common.Columns = {
     "tokens/s": "tokens_per_second:,.0f",
     "peak, GiB": "peak_gib:.1f",
     "loss, nats": "loss_nats:.5f",
-    "loss err": "loss_err:.1e",
     "gradient's norm": "gradient_norm:.4g",
 }
 

@@ -37,7 +37,6 @@ def test_the_losses_agree_and_rows_become_a_page(tmp_path):
             assert (row.status, row.rounds) == ("ok", 3)
             assert row.loss_nats == pytest.approx(standard.loss_nats, rel=1e-5)
             assert row.gradient_norm == pytest.approx(standard.gradient_norm, rel=1e-4)
-            assert row.loss_err < 1e-5
             assert row.ratio_low <= row.ratio <= row.ratio_high
             assert row.peak_gib is None
         assert standard.ratio == 1
@@ -63,7 +62,6 @@ def test_the_head_of_trls_trainer_and_ours_give_the_same_loss_and_trls_is_put_ba
     assert (theirs.loss, theirs.ratio, ours.rounds, liger.status) == ("trl", 1, 2, "unsupported")
     assert ours.loss_nats == pytest.approx(theirs.loss_nats, rel=1e-5)
     assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
-    assert theirs.loss_err < 1e-5
     write_report(tmp_path)
     assert "| `cce_kahan` | 2 |" in (tmp_path / "models.md").read_text()
 
@@ -120,6 +118,5 @@ def test_all_three_losses_on_a_gpu(tmp_path):
     for own in (rows[:3], rows[3:]):
         for row in own:
             assert row.loss_nats == pytest.approx(own[0].loss_nats, rel=1e-2)
-            assert row.loss_err < 1e-2
             assert row.peak_gib > 0
     assert write_report(tmp_path) == [tmp_path / "models.md", tmp_path / "models.png"]
