@@ -76,16 +76,7 @@ add_command("bench_loss", BenchConfig)
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
-@dataclass(frozen=True)
-class Setting:
-    """All problems that share shape and dtypes, and therefore the compiled graphs."""
-
-    shape: Shape
-    dtype: str
-    gradients: str
-
-    def problem(self, kind: str, device: torch.device, seed: int = SEED) -> Problem:
-        return problems.make_problem(self.shape, kind, DTYPES[self.dtype], device, seed, DTYPES[self.gradients])
+Setting = tuple[Shape, str, str]  # with the dtypes of products and of gradients: problems that share compiled graphs
 
 
 def run_benchmark(config: BenchConfig) -> list[Row]:
@@ -98,7 +89,7 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
     losses = {text: common.parse_loss(text.removesuffix(f" {AGAIN}")) for text in texts}
     dtypes = [config.dtype if name == "same" else name for name in config.gradients]
     shapes = [problems.parse_shape(shape) for shape in config.shapes]
-    settings = list(dict.fromkeys(Setting(shape, config.dtype, dtype) for shape in shapes for dtype in dtypes))
+    settings: list[Setting] = list(dict.fromkeys((shape, config.dtype, dtype) for shape in shapes for dtype in dtypes))
     device, measured = resolve_device(config.device), list[Row]()
     record = common.Record(config, "bench_loss")
     for number, setting in enumerate(settings, start=1):
@@ -106,7 +97,7 @@ def run_benchmark(config: BenchConfig) -> list[Row]:
         common.free(device)
         built: dict[str, LossBackend] = {}
         for kind in config.logits:
-            say(f"[{number}/{len(settings)}] {setting.shape.name}, {kind}, {setting.dtype}, {setting.gradients}")
+            say(f"[{number}/{len(settings)}] {', '.join([setting[0].name, kind, *setting[1:]])}")
             rows = Bench(config, setting, kind, built, record).measure(losses)
             record.add(*rows)
             measured += rows
@@ -128,16 +119,19 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
 
     def measure(self, losses: dict[str, LossConfig]) -> list[Row]:
-        device = self.record.device
-        problem = self.setting.problem(self.kind, device)
+        problem = self._problem(SEED)
         bar, floor = self._row(BAR), self._row(FLOOR)  # errors alone, times alone
         own = {text: self._row(text, loss) for text, loss in losses.items()}
         self._record_errors_and_memory(problem, bar, own, losses)
         seeds = range(1, _ROTATING_PROBLEMS) if problems.fits_cache(problem) else []
-        turns = [problem, *(self.setting.problem(self.kind, device, seed) for seed in seeds)]
+        turns = [problem, *map(self._problem, seeds)]
         self._run_rounds(turns, floor, [(row, self.built[text]) for text, row in own.items() if row.status == "ok"])
         record_times(floor, own[BASELINE], [floor, *own.values()])
         return self.rows
+
+    def _problem(self, seed: int) -> Problem:
+        shape, dtype, gradients = self.setting
+        return problems.make_problem(shape, self.kind, DTYPES[dtype], self.record.device, seed, DTYPES[gradients])
 
     def _record_errors_and_memory(
         self, problem: Problem, bar: Row, rows: dict[str, Row], losses: dict[str, LossConfig]
@@ -160,7 +154,7 @@ class Bench:
     def _row(self, text: str, loss: LossConfig | None = None) -> Row:
         """A new row. `text`: the backend as in the configuration."""
         backend = " ".join(word for word in text.split() if not word.startswith("workspace_mib="))
-        shape, dtype, gradients = self.setting.shape, self.setting.dtype, self.setting.gradients
+        shape, dtype, gradients = self.setting
         row = Row(
             shape.name, shape.n, shape.d, shape.v, dtype, gradients, self.kind, backend,
             getattr(loss, "workspace_mib", None), self.record.id, self.config.set,
