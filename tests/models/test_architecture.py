@@ -64,9 +64,8 @@ def size_config(hidden_size: int = 128, per_d2: float = 12, **mixers: MixerDims)
         ("gla", size_config(per_d2=2, gla=MixerDims(2, 32, 64)), "leave no MLP"),
         ("transformer", size_config(transformer=MixerDims(3, 32, 32)), "do not make up the width"),
         ("transformer", size_config(transformer=MixerDims(4, 16, 32)), "do not make up the width"),
-        ("transformer", size_config(60, transformer=MixerDims(4, 15, 15)), "odd"),
         ("kda", size_config(2048, kda=MixerDims(2, 512, 512)), "above 256"),
-        ("gated_deltanet", size_config(gated_deltanet=MixerDims(1, 49, 1)), "as a ratio"),
+        ("gated_deltanet", size_config(gated_deltanet=MixerDims(1, 49, 1)), "FLA cannot build it .*integer"),
     ],
 )
 def test_impossible_dimensions_are_refused_with_a_remedy(model, size, cause):

@@ -29,18 +29,10 @@ class DeltaRule(LinearAttention):
         return Mixer.settings(self, arch) | {"head_dim": arch.head_k_dim, "expand_v": arch.head_v_dim / arch.head_k_dim}
 
     def check(self, arch: Architecture) -> None:
-        """FLA's delta-rule layers take the value dimension as a ratio."""
-        where = f"size.mixers.{arch.model}"
-        k_dim, v_dim = arch.head_k_dim, arch.head_v_dim
-        if k_dim > MAX_KEY_DIM:
+        if arch.head_k_dim > MAX_KEY_DIM:
             raise ConfigError(
-                f"{where}.head_k_dim={k_dim} is above {MAX_KEY_DIM}, the most FLA's kernels take",
+                f"size.mixers.{arch.model}.head_k_dim={arch.head_k_dim} is above {MAX_KEY_DIM}, the most kernels take",
                 f"use more heads with head_k_dim={MAX_KEY_DIM} or less",
-            )
-        if int(k_dim * (v_dim / k_dim)) != v_dim:
-            raise ConfigError(
-                f"{where}: FLA takes the value dimension as a ratio, and {v_dim}/{k_dim} is not exact",
-                "use a head_v_dim that is a multiple of head_k_dim, or half of it",
             )
 
 

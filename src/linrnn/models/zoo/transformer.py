@@ -9,15 +9,13 @@ class Transformer(Mixer):
     linears, keeps_fp32 = 3, False
 
     def check(self, arch: Architecture) -> None:
-        """Attention splits the hidden size into heads, and rotates pairs of a head's dimensions."""
-        where = f"size.mixers.{arch.model}"
+        """Attention splits the hidden size into heads."""
         if not arch.key_dim == arch.value_dim == arch.hidden_size:
+            heads = f"{arch.num_heads} heads of {arch.head_k_dim} (keys) and {arch.head_v_dim} (values)"
             raise ConfigError(
-                f"{where}: {arch.num_heads} heads of {arch.head_k_dim} do not make up the width of {arch.hidden_size}",
+                f"size.mixers.{arch.model}: {heads} do not make up the width of {arch.hidden_size}",
                 "attention needs num_heads · head_k_dim = num_heads · head_v_dim = size.hidden_size",
             )
-        if arch.head_k_dim % 2:
-            raise ConfigError(f"{where}.head_k_dim={arch.head_k_dim} is odd", "rotary positions need an even one")
 
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """Rotated q and k, v."""
