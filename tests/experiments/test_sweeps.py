@@ -90,6 +90,8 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
 def test_running_again_runs_only_what_has_no_answer(make_points):
     points = make_points(3)
     run(points[:1])
+    finished = points[0].summary()
+    assert write_summary(points[0], "failed", "another process was writing") == finished == points[0].summary()
     write_summary(points[1], "out_of_memory", "too large")
     assert [point.is_answered(retry=False) for point in points] == [True, True, False]
     assert [point.is_answered(retry=True) for point in points] == [True, False, False]
@@ -133,19 +135,11 @@ def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_t
     before = {path: path.read_bytes() for path in point.directory.iterdir()}
     killed = write_summary(point, "failed", "killed by SIGKILL")
     assert (killed["steps"], killed["tokens"]) == (2, 320)
+    assert "results_dir=results" in killed["command"]
+    assert str(point.directory.parents[1]) not in killed["command"], "no path of this machine"
     assert {path: path.read_bytes() for path in before} == before
     assert write_summary(point, "unsupported", "no GPU")["status"] == "unsupported"
     assert statuses([point]) == ["failed"], "a machine that cannot run it takes nothing from what it did"
-
-
-def test_jobs_that_share_gpus_are_dealt_out_evenly_and_know_it():
-    slots = slots_of(16, ["3", "5"], share=True)
-    assert Counter(slot["CUDA_VISIBLE_DEVICES"] for slot in slots) == {"3": 8, "5": 8}
-    assert {slot[SHARED_GPU] for slot in slots} == {"1"}
-    assert SHARED_GPU not in slots_of(2, ["3", "5"])[0], "a point with a GPU of its own is measured"
-    with pytest.raises(ConfigError, match="jobs=3") as refusal:
-        slots_of(3, ["3", "5"])
-    assert refusal.value.remedy == "use jobs=2, or share_gpus=true if only the losses matter"
 
 
 def test_several_jobs_share_the_cores_unless_the_user_says_otherwise(monkeypatch):
@@ -167,13 +161,6 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points):
     assert "other runs share this GPU" in point.summary()["reason"]
     assert "lower jobs" in point.log.read_text()
     assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
-
-
-def test_what_did_not_run_here_takes_no_place_of_a_finished_run(make_points):
-    point = make_points(1)[0]
-    run([point])
-    finished = point.summary()
-    assert write_summary(point, "failed", "another process was writing") == finished == point.summary()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -304,18 +291,30 @@ def test_a_stop_reaches_every_rank_and_leaves_other_points_waiting(make_shared_p
         assert not Path("/proc", (tmp_path / f"pid{rank}").read_text()).exists()
 
 
-def test_points_of_several_ranks_are_packed_onto_gpus_or_refused(small):
-    assert slots_of(2, ["0", "1", "2", "3", "4"], ranks=2) == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-    ]
+def test_points_get_gpus_of_their_own_unless_they_share_them_and_know_it():
+    packed = slots_of(2, ["0", "1", "2", "3", "4"], ranks=2)
+    assert packed == [{"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "2,3")]
     assert slots_of(2, [], ranks=2) == [{}, {}]
-    with pytest.raises(ConfigError, match="4 ranks: 2 GPUs are visible") as refusal:
-        slots_of(1, ["0", "1"], ranks=4)
-    assert refusal.value.remedy == "use 2 ranks or fewer, or device=cpu"
-    with pytest.raises(ConfigError, match="jobs=2 of 2 ranks: there are 3 GPUs") as refusal:
-        slots_of(2, ["0", "1", "2"], ranks=2)
-    assert refusal.value.remedy == "use jobs=1"
+    shared = slots_of(16, ["3", "5"], share=True)
+    assert Counter(slot["CUDA_VISIBLE_DEVICES"] for slot in shared) == {"3": 8, "5": 8}
+    assert {slot[SHARED_GPU] for slot in shared} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "ranks", "cause", "remedy"),
+    [
+        (3, 2, 1, "jobs=3: there are 2 GPUs", "use jobs=2, or share_gpus=true if only the losses matter"),
+        (1, 2, 4, "4 ranks: 2 GPUs are visible", "use 2 ranks or fewer, or device=cpu"),
+        (2, 3, 2, "jobs=2 of 2 ranks: there are 3 GPUs", "use jobs=1"),
+    ],
+)
+def test_too_few_gpus_are_refused(jobs, gpus, ranks, cause, remedy):
+    with pytest.raises(ConfigError, match=cause) as refusal:
+        slots_of(jobs, [str(gpu) for gpu in range(gpus)], ranks)
+    assert refusal.value.remedy == remedy
+
+
+def test_ranks_that_cannot_share_a_point_are_refused(small):
     with pytest.raises(ConfigError, match="2 ranks, and parallel=none is a run of one process"):
         foresee([small("loss=standard")], ranks=2)
     [uneven] = foresee([small("loss=standard", "parallel=fsdp", "parallel.shard_ranks=3")], ranks=2)
@@ -354,10 +353,3 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(make_
     sweep_of_runs._submit(points, load_config(["cluster=slurm", "sweep=mve"], "run_sweep"), said.append)
     assert statuses(points) == ["failed", "finished", "finished", "failed"]
     assert sum("the job was lost: job 7 was lost" in line for line in said) == 2
-
-
-def test_the_command_of_a_point_without_a_run_names_no_path_of_this_machine(make_points):
-    [point] = make_points(1)
-    command = write_summary(point, "unsupported", "no GPU")["command"]
-    assert "results_dir=results" in command
-    assert str(point.directory.parents[1]) not in command
