@@ -67,20 +67,32 @@ def test_every_key_of_a_path_takes_every_name(number, of_key):
         assert found == os.path.expanduser(name)
 
 
-@pytest.mark.parametrize(
-    ("value", "paths"),
-    [
-        ("[a.txt,b]", ["a.txt", "b"]),
-        ("['~/a b.txt', /c*]", [os.path.expanduser("~/a b.txt"), "/c*"]),
-        ("['it\\'s, x']", ["it's, x"]),
-        ("'[a]'", "[a]"),
-        ("[a].txt", "[a].txt"),
-        ("a,b", "a,b"),
-    ],
-)
-def test_the_text_s_path_may_be_a_list(value, paths):
-    data = load_config(["data=text", f"data.path={value}", f"data.valid_path={value}"]).data
-    assert (data.path, data.valid_path) == (paths, paths)
+PROMPT = 'He said: "it\'s, well,\nfine" [x]'
+PATHS = {
+    "[a.txt,b]": ["a.txt", "b"],
+    "['~/a b.txt', /c*]": [os.path.expanduser("~/a b.txt"), "/c*"],
+    "['it\\'s, x']": ["it's, x"],
+    "'[a]'": "[a]",
+    "[a].txt": "[a].txt",
+    "a,b": "a,b",
+}
+SEPARATORS = ("\n---\n", "blank_line", "1", "null\n", "[x]", "a,b", " ")
+VALUES: list[tuple[str, str, str, object]] = [
+    *(("train", key, given, value) for key in ("data.path", "data.valid_path") for given, value in PATHS.items()),
+    *(("train", "data.document_separator", separator, separator) for separator in SEPARATORS),
+    ("train", "results_dir", "'a, b'", "a, b"),
+    ("train", "init_from", '"it\'s"', "it's"),
+    ("train", "init_from", "null", None),
+    ("train", "init_from", "'null'", "null"),
+    ("generate", "prompt", PROMPT, PROMPT),
+    ("runs", "compare", "[\"a, b\",c d,'ü']", ["a, b", "c d", "ü"]),  # a list keeps Hydra's grammar
+]
+
+
+@pytest.mark.parametrize(("command", "key", "given", "value"), VALUES)
+def test_a_string_is_what_stands_there_and_a_list_is_hydra_s(command, key, given, value):
+    needed = {"train": ["data=text", "data.path=x"], **NEEDED}.get(command, [])
+    assert value_of(load_config([*needed, f"{key}={given}"], command), key) == value
 
 
 @pytest.mark.parametrize(
@@ -108,34 +120,13 @@ def test_what_is_no_path_or_separator_is_refused(overrides, cause):
         load_config(["data=text", *overrides])
 
 
-def test_a_separator_is_taken_literally_with_its_line_breaks():
-    for separator in ("\n---\n", "blank_line", "1", "null\n", "[x]", "a,b", " "):
-        assert (
-            load_config(["data=text", "data.path=x", f"data.document_separator={separator}"]).data.document_separator
-            == separator
-        )
-
-
 @pytest.mark.parametrize("text", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "\u202egnp"])
 def test_a_path_that_cannot_be_printed_is_refused(text):
     with pytest.raises(ConfigError, match="cannot be printed"):
         load_config([f"results_dir={text}"])
 
 
-def test_a_prompt_may_have_lines_quotes_and_commas():
-    prompt = 'He said: "it\'s, well,\nfine" [x]'
-    assert load_config(["checkpoint=x", f"prompt={prompt}"], "generate").prompt == prompt
-
-
-def test_what_the_user_has_quoted_and_null_keep_their_meaning():
-    config = load_config(["results_dir='a, b'", 'init_from="it\'s"'])
-    assert (config.results_dir, config.init_from) == ("a, b", "it's")
-    assert load_config(["init_from=null"]).init_from is None
-    assert load_config(["init_from='null'"]).init_from == "null"
-
-
-def test_lists_keep_hydra_s_grammar_and_say_how_to_quote():
-    assert load_config(["compare=[\"a, b\",c d,'ü']"], "runs").compare == ["a, b", "c d", "ü"]
+def test_a_list_that_cannot_be_read_is_refused_with_how_to_quote():
     with pytest.raises(ConfigError, match="cannot be read") as error:
         load_config(["compare=[it's,ü]"], "runs")
     assert "'compare=[\"a, b\",c]'" in error.value.remedy
