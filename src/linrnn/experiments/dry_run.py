@@ -89,7 +89,7 @@ def _room(plan: Plan, arch: Architecture) -> list[str]:
 def _time(plan: Plan, arch: Architecture) -> list[str]:
     """Lines: FLOPs, speed and duration; for a GPU of linrnn.costs also MFU, GPU-hours, price and the largest batch."""
     config, trainer, gpu, steps = plan.config, plan.config.trainer, _gpu(plan), plan.total_steps
-    computed, seconds = kernel_flops(plan, arch), seconds_of_step(plan, arch)
+    computed, found = kernel_flops(plan, arch), seconds_of_step(plan, arch)
     needed = costs.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
     if computed is None or needed is None:
         return ["", f"FLOPs and time: {UNKNOWN}"]
@@ -98,22 +98,18 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
         f"{sum(computed.values()):.3e} with what is computed again",
     ]
-    if seconds is None:
-        return [
-            *lines,
-            f"  time: {UNKNOWN if gpu else 'not estimated, since the peak rate of this device is not known'}",
-        ]
-    off = costs.uncertainty(gpu) if gpu else 0.0
-    fast, slow = (seconds * (1 - off), seconds * (1 + off)) if gpu else (seconds / 2, seconds * 2)
+    if found is None:
+        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
+    seconds, off = found
+    fast, slow = seconds * max(1 - off, 0.5), seconds * (1 + off)
     speed = f"{plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
     whole = f"{duration(fast * steps)} to {duration(slow * steps)}"
-    more = ["  the range of times is a factor of 2 either way; small models on a GPU are slower"]
+    basis, more = "a factor of 2 either way; small models on a GPU are slower", []
     if gpu:
         peak = costs.peak_flops_per_second(gpu.name, plan.precision) or math.inf
         rates = f"{gpu.bytes_per_second / 1e12:.2f} TB/s, peak {peak / 1e12:,.0f} TFLOP/s"
         lines += [f"on {gpu.name}: {size_in_words(gpu.memory_bytes)}, {rates} in {plan.precision}"]
-        mfu = needed / (seconds * peak)
-        speed += f", MFU {mfu / (1 + off):.0%} to {mfu / (1 - off):.0%}"
+        speed += f", MFU {needed / (slow * peak):.0%} to {needed / (fast * peak):.0%}"
         hours = [time * steps * plan.world_size / 3600 for time in (fast, slow)]
         digits = 2 if hours[0] >= 0.1 else 4
         whole += f", {hours[0]:,.{digits}f} to {hours[1]:,.{digits}f} GPU-hours"
@@ -123,16 +119,17 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
             whole += f", price {hours[0] * config.gpu_price:,.2f} to {hours[1] * config.gpu_price:,.2f}"
         unit = plan.world_size // config.parallel.data_ranks(plan.world_size)
         batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
-        most = UNKNOWN if batch is None else f"trainer.batch_size={unit * batch}"
+        most = UNKNOWN if batch is None else f"trainer.batch_size={unit * batch}, without fragmentation"
+        more = [f"  largest batch  {most}"]
         rows = "9 of 10 committed rows of H100 and H200 lie within it"
-        rows = rows if gpu.is_measured else "no committed row is of this GPU"
-        more = [f"  largest batch  {most}, without fragmentation", f"  the range of times is {off:.0%}: {rows}"]
+        basis = f"{off:.0%}: {rows if gpu.is_measured else 'no committed row is of this GPU'}" if off < 1 else basis
     return [
         *lines,
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
         f"  speed          {speed}",
         f"  the whole run  {whole}",
         *more,
+        f"  the range of times is {basis}",
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
     ]
 
@@ -175,27 +172,29 @@ def _gpu(plan: Plan) -> costs.Gpu | None:
     return next((gpu for gpu in costs.GPUS.values() if gpu.name == device_name(plan.device)), None)
 
 
-def seconds_of_step(plan: Plan, arch: Architecture) -> float | None:
-    """Expected seconds of a step; None if the formulas or the device's peak rate are unknown."""
-    trainer, flops = plan.config.trainer, kernel_flops(plan, arch)
-    if gpu := _gpu(plan):
-        return costs.step_seconds(
-            arch,
-            gpu,
-            sequences=plan.sequences_of_rank,
-            micro_steps=trainer.accumulation_steps,
-            seq_len=trainer.seq_len,
-            precision=plan.precision,
-            loss=plan.config.loss,
-            optimizer=plan.config.optimizer,
-            activation_checkpointing=trainer.activation_checkpointing,
-        )
+def seconds_of_step(plan: Plan, arch: Architecture) -> tuple[float, float] | None:
+    """Expected seconds of a step, and the share by which they may be too few; None: unknown FLOPs or peak rate."""
+    trainer, flops, gpu = plan.config.trainer, kernel_flops(plan, arch), _gpu(plan)
+    seconds = gpu and costs.step_seconds(
+        arch,
+        gpu,
+        sequences=plan.sequences_of_rank,
+        micro_steps=trainer.accumulation_steps,
+        seq_len=trainer.seq_len,
+        precision=plan.precision,
+        loss=plan.config.loss,
+        optimizer=plan.config.optimizer,
+        activation_checkpointing=trainer.activation_checkpointing,
+    )
+    if gpu and seconds:
+        return seconds, costs.uncertainty(gpu)
     rate: float | None
     if plan.device.type == "cpu":
         rate, share = _cpu_rate(compute_dtype(plan.precision)), costs.ASSUMED_CPU_SHARE
     else:
-        rate, share = costs.peak_flops_per_second(device_name(plan.device), plan.precision), costs.ASSUMED_MFU
-    return None if flops is None or rate is None else sum(flops.values()) / (rate * share)
+        name = gpu.name if gpu else device_name(plan.device)
+        rate, share = costs.peak_flops_per_second(name, plan.precision), costs.ASSUMED_MFU
+    return None if flops is None or rate is None else (sum(flops.values()) / (rate * share), 1.0)
 
 
 @lru_cache

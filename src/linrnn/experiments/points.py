@@ -148,9 +148,9 @@ def _foresee(point: Point) -> Point:
         device = resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
         arch = plan.architecture(vocabulary_size(config.data))
-        estimate, seconds = plan.memory_estimate(arch), seconds_of_step(plan, arch)
+        estimate, found = plan.memory_estimate(arch), seconds_of_step(plan, arch)
         memory = None if estimate is None else estimate.peak
-        total = None if seconds is None else START_SECONDS + plan.total_steps * seconds
+        total = None if found is None else START_SECONDS + plan.total_steps * found[0]
         point = dataclasses.replace(point, memory_bytes=memory, seconds=total)
         if isinstance(config.data, TextDataConfig):
             named = [("data.sources", source.path) for source in config.data.sources]
