@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -345,26 +344,20 @@ class Bench:
 
     def _turn(self, loss: LossBackend, row: Row) -> None:
         """One loss's part of a round: some steps that are not timed, then `steps` steps that are."""
-        step, cuda, n = self._step_of(loss, row), self.device.type == "cuda", self.config.steps
+        step, n = self._step_of(loss, row), self.config.steps
         self._steps(step, SETTLE + self.graphed)
         state = gpu_state(self.device)  # the device still works: an idle GPU lowers its clock
         if state is not None and state["sm_mhz"] is not None:
             row.sm_mhz.append(state["sm_mhz"])
         synchronize(self.device)
-        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
         allocations = _allocations(self.device)
         began = time.perf_counter()
-        for event in events[:1]:
-            event.record()
         self._steps(step, n)
-        for event in events[1:]:
-            event.record()
         given = time.perf_counter()
         synchronize(self.device)
         row.wall_ms.append(1e3 * (time.perf_counter() - began) / n)
         row.host_ms.append(1e3 * (given - began) / n)
-        if cuda:
-            row.device_ms.append(events[0].elapsed_time(events[1]) / n)
+        if self.device.type == "cuda":
             row.allocations = (row.allocations or 0) + _allocations(self.device) - allocations
 
     def _time_loss_layer(self, loss: LossBackend, row: Row) -> None:
@@ -420,7 +413,6 @@ def write_report(directory: Path) -> list[Path]:
         "step, ms": "step_ms:.1f",
         **{f"/ {loss}, 90 %": _to(loss, rows) for loss in (BASELINE, EAGER)},
         "tokens/s": "tokens_per_second:,.0f",
-        "device, ms": _median("device_ms"),
         "CPU, ms": _median("host_ms"),
         "output layer, ms": "loss_layer_ms:.1f",
         "share": "loss_layer_share:.1%",

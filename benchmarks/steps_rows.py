@@ -38,7 +38,6 @@ class Row:
     status: str = "ok"  # ok | unsupported | out_of_memory | failed
     reason: str = ""
     wall_ms: list[float] = field(default_factory=list)  # from an idle device to an idle device
-    device_ms: list[float] = field(default_factory=list)  # between CUDA events; empty on a CPU
     host_ms: list[float] = field(default_factory=list)  # until the host has given the device all work of the turn
     sm_mhz: list[float] = field(default_factory=list)  # the GPU's clock, read in untimed steps; empty on a CPU
     allocations: int | None = None  # cudaMalloc calls within the timed steps; null on a CPU

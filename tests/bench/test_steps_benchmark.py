@@ -58,7 +58,7 @@ def test_the_baseline_comes_first_and_twice_and_all_losses_agree(folder):
             assert row.gradient_norm == pytest.approx(own[0].gradient_norm, rel=1e-4)
             assert all(host <= wall for host, wall in zip(row.host_ms, row.wall_ms, strict=True))
             assert 0 < row.loss_layer_share < 1
-            assert (row.device_ms, row.peak_gib, row.allocations, row.sm_mhz) == ([], None, None, []), "of a GPU"
+            assert (row.peak_gib, row.allocations, row.sm_mhz) == (None, None, []), "of a GPU"
 
 
 def test_speeds_and_ratios_follow_from_the_raw_times(folder):
@@ -195,14 +195,13 @@ def test_a_line_may_start_from_a_run_and_its_data(tmp_path, small):
 
 
 @pytest.mark.gpu
-def test_memory_and_device_times_on_a_gpu(tmp_path):
+def test_memory_on_a_gpu(tmp_path):
     line = GLA.replace("fp32", "auto")
     rows = measured(tmp_path, "device=cuda", "losses=[standard,cce_kahan,liger]", models=f'["{line}"]')
     assert [row.status for row in rows] == 5 * ["ok"]
     for row in rows:
         assert row.loss_nats == pytest.approx(rows[0].loss_nats, rel=1e-2)
         assert row.peak_gib > 0
-        assert all(device <= 1.01 * wall for device, wall in zip(row.device_ms, row.wall_ms, strict=True))
 
 
 @pytest.mark.gpu
@@ -214,7 +213,7 @@ def test_losses_take_turns_with_graphs_of_their_own_on_a_gpu(tmp_path):
     assert "loss=liger may let its host wait for the GPU" in rows[7].reason
     for eager, graphed in zip(rows[:3], rows[4:7], strict=True):
         assert (graphed.loss, graphed.loss_nats) == (eager.loss, pytest.approx(eager.loss_nats, rel=1e-4))
-        assert (graphed.rounds, len(graphed.device_ms), graphed.loss_layer_ms) == (3, 3, None)
+        assert (graphed.rounds, graphed.loss_layer_ms) == (3, None)
         assert graphed.allocations == 0
         assert graphed.peak_gib == pytest.approx(eager.peak_gib, rel=0.05, abs=80 / 1024)  # workspaces of cuBLAS
         assert median(graphed.host_ms) < median(eager.host_ms)
