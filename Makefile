@@ -27,7 +27,10 @@ test-gpu: $(VENV)/test ## the tests that need an NVIDIA GPU
 	$(RUN) -m pytest -m gpu $(ARGS)
 
 coverage: $(VENV)/test ## the tests that need no GPU, with the share of branches that they reach
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered $(ARGS)
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report --skip-covered
 
 check: $(VENV)/check  ## lint, format, types and the workflow of GitHub Actions
 	$(RUN) -m ruff check .

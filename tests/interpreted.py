@@ -57,7 +57,7 @@ class Interpreter:
         pool, self._pool = self._pool, None
         if pool is not None:
             for process in list(pool._processes.values()):
-                process.kill()
+                process.terminate()
             pool.shutdown()
 
     def _started(self) -> ProcessPoolExecutor:
