@@ -99,7 +99,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         f"{sum(computed.values()):.3e} with what is computed again",
     ]
     if found is None:
-        return [*lines, "  time: not estimated, since the peak rate of this device is not known"]
+        return [*lines, f"  time: {UNKNOWN if gpu else 'not estimated: the peak rate of this device is not known'}"]
     seconds, off = found
     fast, slow = seconds * max(1 - off, 0.5), seconds * (1 + off)
     speed = f"{plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
@@ -188,12 +188,13 @@ def seconds_of_step(plan: Plan, arch: Architecture) -> tuple[float, float] | Non
     )
     if gpu and seconds:
         return seconds, costs.uncertainty(gpu)
+    if plan.config.gpu:
+        return None
     rate: float | None
     if plan.device.type == "cpu":
         rate, share = _cpu_rate(compute_dtype(plan.precision)), costs.ASSUMED_CPU_SHARE
     else:
-        name = gpu.name if gpu else device_name(plan.device)
-        rate, share = costs.peak_flops_per_second(name, plan.precision), costs.ASSUMED_MFU
+        rate, share = costs.peak_flops_per_second(device_name(plan.device), plan.precision), costs.ASSUMED_MFU
     return None if flops is None or rate is None else (sum(flops.values()) / (rate * share), 1.0)
 
 
