@@ -89,14 +89,6 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
     return find_loss(loss.name).memory(loss, n_tokens, d, vocab, compute)
 
 
-def gathered_bytes(model: str, precision: str) -> int | None:
-    """Bytes per element in which FSDP gathers the blocks' weights; None for an unknown model."""
-    if precision != "bf16_autocast":
-        return BF16 if precision == "bf16" else FP32
-    mixer = facts_of(model).mixer
-    return {True: FP32, False: BF16, None: None}[mixer.keeps_fp32 if mixer else None]
-
-
 def memory_estimate(
     arch: Architecture,
     *,
@@ -129,10 +121,10 @@ def memory_estimate(
     autocast, tokens, layers, d = precision == "bf16_autocast", batch_size * seq_len, arch.num_layers, arch.hidden_size
     sharded, shards = shard_ranks > 1, shard_ranks if by_vocabulary else 1  # shards of the vocabulary
     mixing = facts_of(arch.model).mixer
-    gathered = gathered_bytes(arch.model, precision) if sharded else 0
+    gathered = (FP32 if autocast and arch.keeps_fp32 else compute) if sharded else 0  # bytes of an element of a block
     rows, loss_tokens = -(-arch.vocab_size // shards), shards * tokens
     of_loss = loss_memory(over_shards(loss) if shards > 1 else loss, loss_tokens, d, rows, compute)
-    if mixing is None or mixing.linears is None or gathered is None or of_loss is None:
+    if mixing is None or mixing.linears is None or of_loss is None:
         return None
     state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer)
 

@@ -65,7 +65,7 @@ def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, parallel: FsdpConf
             "use trainer.precision=bf16_autocast, or parallel=ddp",
         )
     _shard_vocabulary(model, mesh, isinstance(parallel, VocabConfig))
-    gathered = None if model.keeps_fp32 else compute
+    gathered = None if model.arch.keeps_fp32 else compute
     policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     blocks, together = list(model.blocks), parallel.blocks_together
     for first in range(0, len(blocks), together):

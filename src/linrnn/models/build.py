@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from linrnn.core.errors import ConfigError
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
+from linrnn.models.facts import KEPT_IN_FP32
 from linrnn.models.fla_any import backbone_of, build_hf
-from linrnn.models.language_model import KEPT_IN_FP32, LanguageModel
+from linrnn.models.language_model import LanguageModel
 
 NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
 

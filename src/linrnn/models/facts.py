@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from linrnn.core.errors import ConfigError
 
 FP32 = 4  # bytes
+KEPT_IN_FP32 = ("A_log", "dt_bias")  # parameters that FLA's kernels always read in fp32: logarithms of decay rates
 DEFAULT_CHUNK = 64  # tokens per chunk of FLA's kernels if `model.chunk_size` is null
 
 # (module, name) where FLA looks a function up, and its version in plain torch.
@@ -35,6 +36,8 @@ class Architecture:
         linears: weights of the linear layers of all mixers and of all MLPs. A token takes each weight once.
         matrices: (outputs, inputs) of every matrix of all layers, which Muon trains.
         recurrence_flops: of one token in one layer, by the model's definition; None: unknown.
+        keeps_fp32: whether FLA's kernels need some parameters in fp32, whatever the dtype of all others. FSDP then
+            gathers blocks in fp32 under autocast.
         attention_windows: for each layer that is softmax attention, the latest tokens that it sees; None: all.
     """
 
@@ -55,6 +58,7 @@ class Architecture:
     linears: tuple[int, int] = (0, 0)
     matrices: tuple[tuple[int, int], ...] = ()
     recurrence_flops: int | None = None
+    keeps_fp32: bool = False
     attention_windows: tuple[int | None, ...] = ()
 
     @property
@@ -105,13 +109,10 @@ class Mixer:
     Attributes:
         linears: number of linear layers that take the first norm's output; None: memory is unknown.
         gated: whether a gated norm follows the scan.
-        keeps_fp32: whether FLA's kernels need some parameters in fp32. FSDP then gathers blocks in fp32 under autocast.
-            None: unknown.
     """
 
     linears: ClassVar[int | None] = None
     gated: ClassVar[bool] = False
-    keeps_fp32: ClassVar[bool | None] = None
 
     def settings(self, arch: Architecture) -> dict[str, Any]:
         """The heads as fields of FLA's configuration."""

@@ -17,7 +17,7 @@ from linrnn.config.schema import FlaModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, first_line
 from linrnn.models.attention import with_sdpa
 from linrnn.models.decay import layer_matrices
-from linrnn.models.facts import Architecture, facts_of
+from linrnn.models.facts import KEPT_IN_FP32, Architecture, facts_of
 from linrnn.models.fla_import import fla_classes
 
 # What linrnn itself decides: the loss is not FLA's, and training keeps no state.
@@ -156,6 +156,7 @@ def figures(name: str, settings: str) -> dict[str, Any]:
         "linears": (_linears(mixers), _linears(mlps)),
         "matrices": tuple((len(matrix), matrix.shape[1]) for matrix in layer_matrices(backbone.layers)),
         "recurrence_flops": facts_of(name).recurrence(config),
+        "keeps_fp32": any(name.endswith(KEPT_IN_FP32) for name, _ in hf.named_parameters()),
         "attention_windows": tuple(m.window_size for m in mixers if type(m).__name__ == "Attention" and plain),
     }
 

@@ -15,8 +15,6 @@ from linrnn.models.chunk_size import set_chunk_size
 from linrnn.models.facts import Architecture, facts_of
 from linrnn.models.fla_any import backbone_of, parts_of, reads_documents
 
-# Parameters that FLA's kernels always read in fp32: logarithms of decay rates.
-KEPT_IN_FP32 = ("A_log", "dt_bias")
 # Operations whose results selective checkpointing keeps: the products of linear layers, without and with a bias.
 KEPT_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 
@@ -118,11 +116,6 @@ class LanguageModel(nn.Module):
     def set_embedding(self, module: nn.Module) -> None:
         """Replace the embedding by another module."""
         self.backbone.embeddings = module
-
-    @property
-    def keeps_fp32(self) -> bool:
-        """Whether FLA's kernels need some parameters in fp32, whatever the dtype of all others."""
-        return any(name.endswith(KEPT_IN_FP32) for name, _ in self.named_parameters())
 
     @property
     def blocks(self) -> nn.ModuleList:

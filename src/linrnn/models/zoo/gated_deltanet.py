@@ -8,7 +8,7 @@ from linrnn.models.zoo import shared
 
 
 class GatedDeltaNet(shared.DeltaRule):
-    linears, keeps_fp32 = 6, True
+    linears = 6
 
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """The convolutions' inputs; normalised q and k; v; the inverse."""

@@ -11,7 +11,7 @@ GATE_RANK = 16  # inner width of the low-rank forget gate
 
 
 class GLA(shared.LinearAttention):
-    linears, keeps_fp32 = 5, False
+    linears = 5
 
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """q, k, v; the low-rank gate before and after its logsigmoid; scores in fp32."""

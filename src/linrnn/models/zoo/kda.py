@@ -8,7 +8,7 @@ from linrnn.models.zoo import shared
 
 
 class KDA(shared.DeltaRule):
-    linears, keeps_fp32 = 6, True
+    linears = 6
 
     def saved(self, arch: Architecture, seq_len: int, compute: int) -> int:
         """As Gated DeltaNet, with a decay per key dimension, both low-rank inputs, and scores beside the inverse."""

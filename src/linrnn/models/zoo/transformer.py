@@ -6,7 +6,7 @@ from linrnn.models.facts import Architecture, Mixer, ModelFacts, register_model
 
 
 class Transformer(Mixer):
-    linears, keeps_fp32 = 3, False
+    linears = 3
 
     def check(self, arch: Architecture) -> None:
         """Attention splits the hidden size into heads."""
