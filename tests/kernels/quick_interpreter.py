@@ -26,9 +26,10 @@ def patch_once() -> None:
     _make_types_once(tl.core, interpreter)
     _convert_types_once(tl, interpreter)
     _call_at_once(tl, interpreter)
-    # Rows of a program where kernels take row by row: fewer programs, with the same bits.
+    # Rows of a program where kernels take row by row, and entries of a list that are read together: fewer steps.
     for module, rows in (("schemes.stored_rows", 128), ("triton.targets.order", 64), ("triton.logits", 64)):
         import_module(f"cce_kernels.{module}").ROWS = rows
+    import_module("cce_kernels.filter.gather").ENTRIES = 16
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -38,15 +36,6 @@ BAND = 2.0**-8  # lists decide on probabilities of 8 bits
 
 # Small blocks of rows and chunks of columns, so that there are several
 BLOCKS = {"rule.TILE_ROWS": 16, "rule.TWO_WAVES": 1, "sample.tail_width": lambda *_: 16}
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Where gather_kernel's loop is not what is tested, it takes more entries at a time: fewer steps to interpret."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if INTERPRETED:
-            monkeypatch.setattr("cce_kernels.filter.gather.ENTRIES", 32)
-        yield
 
 
 @dataclass(frozen=True)
@@ -192,7 +181,6 @@ def overflown(e: Tensor, c: Tensor, targets: Tensor, options: dict[str, Any]) ->
 
 @devices
 @pytest.mark.parametrize("unbiased", [False, True])
-@together()
 def test_adversarial_rows(unbiased, device):
     """All mass on one entry (target or not), uniform rows, two ties, logits of ±1e4, and one NaN row alone."""
     dim, vocab = 32, 600
@@ -219,7 +207,6 @@ def test_adversarial_rows(unbiased, device):
 
 
 @devices
-@together()
 def test_no_mass_may_be_dropped(device):
     """filter_mass=0 drops nothing: the result has the same bits as without a filter."""
     e, c, targets, _ = drawn(Filtered("exact"), BF16, device)
@@ -238,7 +225,6 @@ IF_FASTER: dict[str, dict[str, Any]] = {
 
 
 @devices_with("with_bias", [False, True], [False])
-@together()
 def test_a_filter_that_would_not_be_faster_is_left_out(with_bias, device):
     """On a problem too small for a filter, each of them has the bits of cce_kahan and says that it is exact.
 
@@ -285,7 +271,6 @@ def test_the_unbiased_rule_is_right_on_average(device):
 
 
 @devices_with("dtype", [BF16, FP32], [BF16, FP32])
-@together()
 def test_likely_entries_are_drawn_from_smaller_groups(dtype, device, monkeypatch):
     monkeypatch.setattr(filter_rule, "MOST_HEAD", 16)
     shape = (300, 96, 3000) if device == "cuda" else (70, 24, 1100) if INTERPRETED else (90, 24, 1500)
@@ -304,7 +289,6 @@ ALTERED: dict[str, tuple[dict[str, Any], Filtered]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", ALTERED)
-@together()
 def test_ways_that_small_problems_do_not_take(name, monkeypatch):
     altered, case = ALTERED[name]
     for place, value in altered.items():
@@ -321,7 +305,6 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
 
 
 @interpreted
-@together()
 def test_a_default_dtype_of_few_bits_rounds_no_threshold():
     eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
     check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)
