@@ -12,12 +12,12 @@ from dataclasses import replace
 import linrnn.models.zoo  # noqa: F401 (makes the models known)
 from linrnn.config.schema import FlaModelConfig, ModelConfig, SizeConfig
 from linrnn.core.errors import ConfigError
-from linrnn.models.facts import Architecture, matched, matched_models
+from linrnn.models.facts import FACTS, Architecture, Mixer
 from linrnn.models.fla_any import bare_architecture, figures, resolve_fla
 
 __all__ = ["MODELS", "Architecture", "completed", "resolve"]
 
-MODELS = matched_models()
+MODELS = tuple(name for name, facts in FACTS.items() if facts.mixer)
 
 
 def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architecture:
@@ -35,7 +35,7 @@ def resolve(model: ModelConfig, size: SizeConfig, vocab_size: int) -> Architectu
             f"add size.mixers.{model.name}, or use one of {', '.join(size.mixers)}",
         )
     bare = bare_architecture(model.name, size, vocab_size, model.chunk_size)
-    matched(model.name).check(bare)
+    _mixer(bare).check(bare)
     d = size.hidden_size
     unit = max(8, d // 128 * 8)
     parameters = completed(replace(bare, num_layers=1, intermediate_size=unit)).mixer_parameters
@@ -56,8 +56,14 @@ def completed(bare: Architecture) -> Architecture:
         "hidden_size": bare.hidden_size,
         "num_hidden_layers": bare.num_layers,
         "intermediate_size": bare.intermediate_size,
-        **matched(bare.model).settings(bare),
+        **_mixer(bare).settings(bare),
     }
     ends = {"vocab_size": bare.vocab_size, "tie_word_embeddings": bare.tie_embeddings, "use_cache": False}
     of_layers = figures(bare.kind, json.dumps(layers, sort_keys=True))
     return replace(bare, settings=json.dumps(layers | ends, sort_keys=True), **of_layers)
+
+
+def _mixer(bare: Architecture) -> Mixer:
+    mixer = FACTS[bare.model].mixer
+    assert mixer, f"{bare.model} has heads in size, and no mixer in its facts"
+    return mixer

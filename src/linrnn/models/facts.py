@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from linrnn.core.errors import ConfigError
-
 FP32 = 4  # bytes
 KEPT_IN_FP32 = ("A_log", "dt_bias")  # parameters that FLA's kernels always read in fp32: logarithms of decay rates
 DEFAULT_CHUNK = 64  # tokens per chunk of FLA's kernels if `model.chunk_size` is null
@@ -172,22 +170,6 @@ FACTS: dict[str, ModelFacts] = {}
 def register_model(facts: ModelFacts) -> None:
     """Make a model known."""
     FACTS[facts.name] = facts
-
-
-def matched_models() -> tuple[str, ...]:
-    """The models that can be built at a size, in the order in which they were registered."""
-    return tuple(name for name, facts in FACTS.items() if facts.mixer)
-
-
-def matched(model: str) -> Mixer:
-    """The formulas of a matched model.
-
-    Raises:
-        ConfigError: the model is not one of the matched models.
-    """
-    if model not in FACTS or (found := FACTS[model].mixer) is None:
-        raise ConfigError(f"model.name={model}: there is no such model", f"use one of {', '.join(matched_models())}")
-    return found
 
 
 def facts_of(model: str) -> ModelFacts:

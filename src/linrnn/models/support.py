@@ -10,7 +10,8 @@ from packaging.version import Version
 from linrnn.config.schema import FlaModelConfig, ModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError, accessed_illegally
 from linrnn.models import cpu_ops
-from linrnn.models.facts import facts_of, matched
+from linrnn.models.architecture import MODELS
+from linrnn.models.facts import facts_of
 
 FLA_VERSION = "0.6.0"
 HOPPER = 9  # major compute capability
@@ -35,8 +36,8 @@ def check_installed(model: ModelConfig) -> None:
         ConfigError: the model is unknown, or its kernel does not take this chunk size.
         UnsupportedError: FLA is missing or of another version.
     """
-    if not isinstance(model, FlaModelConfig):
-        matched(model.name)  # raises for an unknown name
+    if not isinstance(model, FlaModelConfig) and facts_of(model.name).mixer is None:
+        raise ConfigError(f"model.name={model.name}: there is no such model", f"use one of {', '.join(MODELS)}")
     _check_chunk_size(model)
     try:
         there = f"{importlib.metadata.version('flash-linear-attention')} is installed"
