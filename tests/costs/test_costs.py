@@ -38,7 +38,6 @@ from linrnn.training.plan import Plan
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-REPORTS = sorted((RESULTS / "summaries").glob("*/runs.json.xz"))
 WITHIN = 0.1  # of measured memory
 STANDARD, COMPILED = LossConfig("standard"), LossConfig("compiled")
 LIGER, LIGER_FP32 = LigerLossConfig("liger", "native"), LigerLossConfig("liger", "fp32")
@@ -59,6 +58,11 @@ def tiny(model: str, **changes: Any) -> Architecture:
 def configured(*overrides: str) -> Config:
     """The configuration of these overrides, which nothing alters: hundreds of runs share a few."""
     return load_config([*overrides])
+
+
+@cache
+def committed_runs() -> list[dict[str, Any]]:
+    return [run for path in sorted((RESULTS / "summaries").glob("*/runs.json.xz")) for run in read_json(path)["runs"]]
 
 
 def is_matched(row: dict[str, Any]) -> bool:
@@ -109,7 +113,7 @@ def test_mfu_is_the_share_of_all_devices_peak():
 
 
 def test_mfu_of_every_committed_row_is_that_of_its_dimensions_speed_and_gpu():
-    for run in (run for path in REPORTS for run in read_json(path)["runs"]):
+    for run in committed_runs():
         if not is_matched(run) or run["tokens_per_second"] is None:
             continue
         keys = ("seq_len", "tokens_per_second", "precision")
@@ -202,7 +206,7 @@ def committed() -> Iterator[tuple[dict[str, Any], int]]:
     Without float8, whose memory training says to be unknown. Kernels of the small size's first runs on an H200 had
     another workspace.
     """
-    for run in (run for path in REPORTS for run in read_json(path)["runs"]):
+    for run in committed_runs():
         older = run["size"] == "mve" and "H200" in (run["device"] or "") and run["loss"] == "cce_kahan"
         unknown = not is_matched(run) or "trainer.float8=blocks" in run["training"]
         if run["status"] == "finished" and not older and not unknown:
