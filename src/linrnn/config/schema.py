@@ -590,7 +590,9 @@ class ReportConfig:
 
     group: str = option("default", "the group", pattern=PLAIN_NAME)
     results_dir: str = option("results", "directory of all groups; its folder summaries holds the reports", path="read")
-    output_dir: str | None = option(None, "null: <results_dir>/summaries/<group>", path="written")
+    output_dir: str | None = option(
+        None, "null: <results_dir>/summaries/<group>; <group>/report if other runs' stands there", path="written"
+    )
     max_batch_group: str = option("max_batch", "further answers of scripts/find_max_batch.py", pattern=PLAIN_NAME)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from linrnn.config.schema import ReportConfig
-from linrnn.core.errors import ConfigError
 from linrnn.core.files import write_json, write_text
 from linrnn.core.tables import Table
 from linrnn.models.facts import model_in_words
@@ -62,10 +61,10 @@ COLUMNS = [
 def make_report(config: ReportConfig) -> list[Path]:
     """The work of scripts/report.py. Prints what it reads; returns the paths that it wrote, report.md first.
 
-    If the group has runs here, these are read. Otherwise its committed rows are read; they are not changed.
+    If the group has runs here, these are read. Otherwise its committed rows are read; they are not changed. A report of
+    other runs is not overwritten: this one is then written beside its own runs.
 
     Raises:
-        ConfigError: a report of other runs would be lost.
         DataError: there are no runs to read.
     """
     results = Path(config.results_dir)
@@ -77,8 +76,9 @@ def make_report(config: ReportConfig) -> list[Path]:
     groups = {directory: None} if committed else {directory: None, results / config.max_batch_group: None}
     answers = [answer for group in groups for answer in read_max_batches(group)]
     output, targets = Path(config.output_dir or results / REPORTS / config.group), read_targets(directory)
-    if not committed and not config.output_dir:
-        _keep_other_runs(output, runs)
+    if not committed and not config.output_dir and (others := _others(output, runs)):
+        print(f"{output} holds a report of {len(others)} runs that are not here, such as {others[0]}: it stays")
+        output = directory / "report"
     paths = write_report(runs, output, config.group, targets, answers, rows=not committed)
     if not committed and (directory / TARGETS).exists():
         write_text(output / TARGETS, (directory / TARGETS).read_text(encoding="utf-8"))
@@ -86,17 +86,11 @@ def make_report(config: ReportConfig) -> list[Path]:
     return paths
 
 
-def _keep_other_runs(directory: Path, runs: Sequence[Run]) -> None:
-    """Reject a report in the place of one whose runs are not all here: its rows would be lost."""
-    if not (directory / COMMITTED).exists():
-        return
+def _others(directory: Path, runs: Sequence[Run]) -> list[str]:
+    """Names of the runs of the report in `directory` that are not among `runs`: with it, their rows would be lost."""
     here = {(run.name, run.summary.get("started")) for run in runs}
-    lost = [run.name for run in read_committed(directory) if (run.name, run.summary.get("started")) not in here]
-    if lost:
-        raise ConfigError(
-            f"{directory} holds a report of {len(lost)} runs that are not here, such as {lost[0]}",
-            "write this report elsewhere with output_dir=…, or give the runs another group",
-        )
+    there = read_committed(directory) if (directory / COMMITTED).exists() else []
+    return [run.name for run in there if (run.name, run.summary.get("started")) not in here]
 
 
 def write_report(
