@@ -121,8 +121,8 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
         most = UNKNOWN if batch is None else f"trainer.batch_size={unit * batch}, without fragmentation"
         more = [f"  largest batch  {most}"]
-        rows = "9 of 10 committed rows of H100 and H200 lie within it"
-        basis = f"{off:.0%}: {rows if gpu.is_measured else 'no committed row is of this GPU'}" if off < 1 else basis
+        within = "9 of 10 steps measured on H100s and H200s lie within it"
+        basis = f"{off:.0%}: {within if gpu.is_measured else 'nothing was measured on this GPU'}" if off < 1 else basis
     return [
         *lines,
         f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
