@@ -168,7 +168,7 @@ class Bench:
         Python's garbage is collected between them. A loss that fails takes part in no later job.
         """
         device, shuffle, products = self.record.device, random.Random(SEED).shuffle, list[Callable[[], None]]()
-        common.attempt(floor, device, lambda: products.extend(map(problems.three_products, turns)))
+        common.attempt(floor, device, lambda: products.extend([problems.three_products(turn) for turn in turns]))
 
         def job(row: Row, times: list[float], action: Callable[[], object]) -> tuple[Row, Callable[[], None]]:
             return row, lambda: times.append(problems.time_ms(action, device))

@@ -226,6 +226,22 @@ def test_a_loss_that_breaks_in_a_late_round_becomes_a_row_and_the_others_go_on(
     assert {row.rounds for row in rows if row.status == "ok" and row.forward_backward_ms} == {rounds}
 
 
+def test_a_floor_that_fits_for_some_inputs_alone_becomes_a_row_and_losses_go_on(tmp_path, eager_baseline, monkeypatch):
+    made, three_products = [], problems.three_products
+
+    def full(problem):
+        made.append(problem)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return three_products(problem)
+
+    monkeypatch.setattr(problems, "three_products", full)
+    monkeypatch.setattr(problems, "fits_cache", lambda problem: True)  # so inputs rotate
+    rows = run_benchmark(configure("backends=[cce_kahan]", "logits=[flat]", tmp_path=tmp_path))
+    assert [(row.backend, row.status) for row in rows if row.status != "ok"] == [(FLOOR, "out_of_memory")]
+    assert {row.rounds for row in rows if row.backend not in (BAR, FLOOR)} == {3}
+
+
 def test_a_backend_whose_loss_is_not_finite_has_failed(tmp_path, eager_baseline, monkeypatch):
     def build(config, **options):
         loss = build_loss(config, **options)
