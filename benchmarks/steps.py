@@ -219,8 +219,9 @@ def measure_line(
         for row in running:
             row.status, row.reason = running[0].status, running[0].reason
     for row in rows.values():
-        ratio = f"{_to(BASELINE, list(rows.values()))(row)} of {BASELINE} for equally many tokens"
-        say(f"  {row.loss}: " + (row.reason or f"{show(row.step_ms, '.1f')} ms, {ratio}"))
+        ratio = _to(BASELINE, list(rows.values()))(row)
+        beside = "" if ratio == "-" else f", {ratio} of {BASELINE} for equally many tokens"
+        say(f"  {row.loss}: " + (row.reason or f"{show(row.step_ms, '.1f')} ms{beside}"))
 
 
 def _check(run: Config, loss: LossConfig, row: Row) -> None:
