@@ -21,9 +21,13 @@ def replaced():
 
 before = functions()
 del before[torch, "manual_seed"]  # torch._dynamo changes it, as it is imported
+from linrnn.config import load_config
 from linrnn.models import cpu_ops, tuning
+from linrnn.models.architecture import resolve
 from linrnn.models.fla_import import import_fla
 
+config = load_config([])
+resolve(config.model, config.size, 512)  # as every plan of a run
 cpu_ops.prepare("gla", torch.device("cpu"))
 print(replaced(), "torch._inductor.compile_fx" in sys.modules and not torch.cuda.is_available())
 

@@ -5,11 +5,9 @@ The wrapper sends CPU tensors to the version here and all other tensors to FLA's
 not affected.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -63,14 +61,7 @@ def prepare(model: str, device: torch.device) -> None:
     if device.type != "cpu":
         return
     check_model(model)
-    # torch's compiler takes seconds to import, and no function that FLA decorates with it runs on a CPU
-    with contextlib.nullcontext() if torch.cuda.is_available() else patch.object(torch, "compile", _uncompiled):
-        install()
-
-
-def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, as a decorator that leaves a function as it is."""
-    return function or functools.partial(_uncompiled, **options)
+    install()
 
 
 def install() -> None:
