@@ -152,7 +152,9 @@ def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path):
     assert load_tokenizer(str(path)).vocab_size == 1000
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"model": {"type": "none"}}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"{", b'{"model": {"type": "none"}}', b"\xff\xfe", HfTokenizer(models.BPE()).to_str().encode()]
+)
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(DataError, match=r"broken\.json"):

@@ -54,6 +54,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self.json, self.name = json_text, name
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"{name} has an empty vocabulary", "give a trained tokenizer")
         if eos_token is not None and eos_token not in vocabulary:
             cause = f"the end token {eos_token!r} of {name} is not in its vocabulary"
             raise DataError(cause, f"correct eos_token in its {' or '.join(SETTINGS)}")
