@@ -163,6 +163,8 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
     [(prompt, tokens)] = samples(run, options(prompt=sentence, temperature=0.0, max_new_tokens=20))
     assert run.decode(prompt + tokens).startswith(sentence)
     assert tokenizer.decode(prompt) == sentence
+    with pytest.raises(ConfigError, match="prompt is not UTF-8 text"):
+        prompt_of(run, options(prompt=os.fsdecode(b"caf\xe9")))
     [alone] = samples(exported, options(max_new_tokens=3, seed=3))
     assert alone[0] == [run.eos_id], "without a prompt a document begins"
     overrides = (f"checkpoint={tmp_path}/out", f"prompt={sentence}", "temperature=0", "max_new_tokens=20", "device=cpu")

@@ -46,7 +46,7 @@ def samples(
         streamer: gets the prompt and each token (:class:`Printer`).
 
     Raises:
-        ConfigError: text without a tokenizer, two prompts, or token ids outside the vocabulary.
+        ConfigError: text without a tokenizer, text that is not UTF-8, two prompts, or token ids outside the vocabulary.
         DataError: the tokenizer cannot encode the prompt.
     """
     prompt = prompt_of(trained, config)
@@ -82,6 +82,10 @@ def prompt_of(trained: Trained, config: GenerateConfig) -> list[int]:
         remedy = "give token ids instead: prompt_tokens=[1,2,3]"
         raise ConfigError(f"prompt: {trained.source} has no tokenizer", remedy)
     else:
+        try:
+            config.prompt.encode()  # Python keeps a wrong byte of a command line as half of a surrogate pair
+        except UnicodeEncodeError as error:
+            raise ConfigError("prompt is not UTF-8 text", "convert it to UTF-8") from error
         tokens = trained.tokenizer.encode(config.prompt)
     if not tokens and trained.eos_id is None:
         raise ConfigError("the prompt is empty, and this model has no end-of-document token", "give a prompt")
