@@ -1,6 +1,7 @@
 """Ranges, timers, memory and traces measure the right things and do not change the training step."""
 
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from linrnn.core.errors import StorageError
 from linrnn.profiling import (
     MemoryByComponent,
     SpeedMeter,
@@ -347,6 +349,16 @@ def test_cuda_memory_of_an_eager_loss_is_what_its_tensors_add_up_to():
     assert report["loss_forward"] == pytest.approx(2 * matrix, rel=0.05)  # logits, log-softmax
     assert report["loss_backward"] == pytest.approx(3 * matrix, rel=0.05)  # log-softmax, two gradients
     assert report["peak"] >= 3 * weight.nbytes + report["loss_backward"]
+
+
+def test_a_snapshot_that_cannot_be_written_hides_no_error_of_the_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    (tmp_path / "file").touch()
+    snapshot = functools.partial(memory_snapshot, tmp_path / "file/snapshot.pickle")
+    with pytest.raises(StorageError, match=r"snapshot\.pickle cannot be written"), snapshot():
+        pass
+    with pytest.raises(KeyError), snapshot():
+        raise KeyError
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from linrnn.core.errors import StorageError
 from linrnn.core.files import storing
 
 
@@ -45,11 +46,13 @@ def memory_snapshot(path: Path) -> Iterator[None]:
         StorageError: the snapshot cannot be written.
     """
     torch.cuda.memory._record_memory_history(max_entries=200_000)
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        try:
-            with storing(path):
+        try:  # the block's own error matters more
+            with contextlib.suppress(StorageError) if failed else contextlib.nullcontext(), storing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(path))
         finally:
