@@ -47,6 +47,7 @@ def architecture(name: str, *more: str) -> Architecture:
         (["model.config=gsa", "model.options.num_hedas=2"], "gsa has no such option", "nearest: num_heads"),
         (["model.config=gsa", "model.options.use_cache=true"], "linrnn decides it", "leave"),
         (["model.config=gsa", "model.options.vocab_size=8"], "does not hold the vocabulary of 512", "512 or more"),
+        (["model.config=gla", "model.options.num_hidden_layers=-1"], "is no number of layers", "1 or more"),
         (["model.config=delta_net", "model.options.num_heads=3"], "FLA cannot build it", "model.options"),
         (["model.config=mamba2", "model.attention_every=2"], "no option for attention layers", "delta_net"),
         (["model.config=gsa", "model.attention_every=3"], "attention_every=3: the model has 2 layers", "2 or less"),

@@ -92,6 +92,8 @@ def _settings(model: FlaModelConfig, size: SizeConfig, vocab_size: int) -> dict[
         settings |= {key: value for key, value in by_heads.items() if key in allowed}
     settings |= {"use_l2warp": False} if "use_l2warp" in allowed else {}
     settings |= model.options
+    if not isinstance(layers := settings["num_hidden_layers"], int) or layers < 1:
+        raise ConfigError(f"model.options.num_hidden_layers={layers} is no number of layers", "use 1 or more")
     if not isinstance(entries := settings["vocab_size"], int) or entries < vocab_size:
         raise ConfigError(
             f"model.options.vocab_size={entries} does not hold the vocabulary of {vocab_size}",
