@@ -13,10 +13,13 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from .deferred import of_zero3
 
+_LINEAR_FORWARD = nn.Linear.forward
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]  # for every module
 
 
 def check_structure(model: Any, kind: Any) -> None:
@@ -78,7 +81,7 @@ def _check_head(head: Any) -> None:
             f"model: its head is a {type(head).__module__}.{type(head).__qualname__}, not a torch.nn.Linear; leave the "
             "head out of adapters (LoRA), quantisation and parametrizations"
         )
-    if "forward" in vars(head):
+    if "forward" in vars(head) or nn.Linear.forward is not _LINEAR_FORWARD:
         raise ValueError(
             f"model: the forward of its head was replaced by {source(head.forward)}, which patch would skip "
             "(accelerate replaces it for a device_map of several devices and for offloading: keep the model on one)"
@@ -92,7 +95,7 @@ def _check_head(head: Any) -> None:
             )
     hooks = [getattr(head, name) for name in _HOOKS]
     known = sharded or of_zero3(head)
-    if any(map(_alters, hooks) if known else hooks):
+    if any(map(_alters, hooks) if known else hooks) or any(map(_alters, _GLOBAL_HOOKS)):
         raise ValueError(
             "model: its head has forward or backward hooks (pruning, spectral_norm and weight_norm add such), "
             "which patch would skip; remove them"
@@ -106,7 +109,7 @@ def _of_fsdp2(kind: type) -> bool:
 
 
 def _alters(hooks: dict[int, Any]) -> bool:
-    """Whether any hook is neither torch's (FSDP2's) nor ZeRO-3's, which gather the weight."""
+    """Whether any hook is neither torch's, which only watches (FlopCounterMode), nor ZeRO-3's, which gathers."""
     return any(_package(hook) not in ("torch", "deepspeed") for hook in hooks.values())
 
 

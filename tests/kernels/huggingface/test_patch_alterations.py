@@ -93,6 +93,16 @@ def class_forward(_: Any) -> None:
     kind.forward = forward
 
 
+def every_linear(_: Any) -> None:
+    nn.Linear.forward = lambda self, x: 2 * nn.functional.linear(x, self.weight, self.bias)
+
+
+def every_module(_: Any) -> None:
+    nn.modules.module.register_module_forward_hook(
+        lambda module, _, out: 2 * out if isinstance(module, nn.Linear) else None
+    )
+
+
 def every_cross_entropy(_: Any) -> None:
     loss_utils.fixed_cross_entropy = lambda *args, **call: 2 * CROSS_ENTROPY(*args, **call)
 
@@ -144,7 +154,9 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "forward hook": (llama, head_method("register_forward_hook", double), HOOKS),
     "forward pre-hook": (llama, head_method("register_forward_pre_hook", lambda _, x: (2 * x[0],)), HOOKS),
     "backward hook": (llama, head_method("register_full_backward_hook", lambda _, dx, __: (2 * dx[0],)), HOOKS),
+    "hooks of every module": (llama, every_module, HOOKS),
     "replaced forward": (llama, replaced_forward, REPLACED),
+    "replaced forward of nn.Linear": (llama, every_linear, REPLACED),
     "subclass": (llama, new_head(Adapted), NOT_LINEAR),
     "sequence": (llama, lambda m: sets("lm_head", nn.Sequential(m.lm_head, nn.Softplus()))(m), NOT_LINEAR),
     "compiled": (llama, lambda m: sets("lm_head", torch.compile(m.lm_head, backend="eager"))(m), NOT_LINEAR),
@@ -163,15 +175,18 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
 
 
 CROSS_ENTROPY = loss_utils.fixed_cross_entropy
-FORWARD = transformers.LlamaForCausalLM.forward
+FORWARDS = {kind: kind.forward for kind in (nn.Linear, transformers.LlamaForCausalLM)}
 
 
 def altered_step(model: Any, alter: Callable[[Any], Any], call: dict[str, Any]) -> Any:
     try:
         alter(model)
         return step(model, **call)
-    finally:  # of alterations to classes and functions
-        transformers.LlamaForCausalLM.forward, loss_utils.fixed_cross_entropy = FORWARD, CROSS_ENTROPY
+    finally:  # of alterations to classes, functions and every module
+        for kind, forward in FORWARDS.items():
+            kind.forward = forward
+        nn.modules.module._global_forward_hooks.clear()
+        loss_utils.fixed_cross_entropy = CROSS_ENTROPY
 
 
 @pytest.mark.parametrize("first", ["patched", "altered"])
