@@ -1,7 +1,6 @@
 """Import one module of FLA without its other layers and models: a second instead of six."""
 
 import contextlib
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pkgutil import extend_path
 from types import FunctionType, ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -30,19 +28,15 @@ def import_fla(module: str) -> Any:
         return importlib.import_module(module)  # after another thread that imports it
     if "fla" not in sys.modules:
         _add_packages()
-    # torch's compiler takes seconds to import, and no function that FLA decorates with it runs on a CPU
-    compiler = contextlib.nullcontext() if torch.cuda.is_available() else patch.object(torch, "compile", _uncompiled)
-    with warnings.catch_warnings(), _without_unused_packages(), compiler:
+    from linrnn.models.cpu_ops.compiler import without_compiler  # its package imports this module
+
+    compiler = contextlib.nullcontext if torch.cuda.is_available() else without_compiler
+    with warnings.catch_warnings(), _without_unused_packages(), compiler():
         warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
         warnings.filterwarnings("ignore", message="Flash Attention is not installed")
         found = importlib.import_module(module)
     tuning.adopt()
     return found
-
-
-def _uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, as a decorator that leaves a function as it is."""
-    return function or functools.partial(_uncompiled, **options)
 
 
 def fla_classes(model: str) -> tuple[Any, Any]:
