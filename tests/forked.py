@@ -8,6 +8,7 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -28,6 +29,17 @@ def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def ended(processes: list[BaseProcess], seconds: float = 60) -> list[int | None]:
+    """Exit codes once all processes have ended. A process that does not end is killed and has no exit code."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 def start_server() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forked import ROOT, spawn, start
+from forked import ROOT, ended, spawn, start
 from pool import Pool
 
 from linrnn.config import last_of_each
@@ -131,17 +131,6 @@ def wait_for_step(group: Path, step: int, seconds: float = 100) -> Path:
 
 def summary_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "summary.json").read_text())
-
-
-def ended(ranks: list[BaseProcess], seconds: float = 60) -> list[int | None]:
-    """Exit codes once all processes have ended. A process that does not end is killed and has no exit code."""
-    until = time.monotonic() + seconds
-    for process in ranks:
-        process.join(max(until - time.monotonic(), 0))
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    return codes
 
 
 def output(log: Path, world_size: int) -> str:

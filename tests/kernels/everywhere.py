@@ -1,7 +1,6 @@
 """Tests that run on CPU tensors, blockwise and by the kernels in Triton's interpreter, and on a GPU; and ranks."""
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked import spawn, start
+from forked import ended, spawn, start
 
 try:
     import triton
@@ -77,14 +76,7 @@ def run_ranks(
     if device == "cuda" and torch.cuda.device_count() < len(arguments):
         pytest.skip(f"needs {len(arguments)} GPUs")
     begin = start if device == "cpu" else spawn  # CUDA does not survive a fork
-    processes = [begin(rank, *of_rank) for of_rank in arguments]
-    until = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(until - time.monotonic(), 0))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
+    return ended([begin(rank, *of_rank) for of_rank in arguments], seconds)
 
 
 def _name(value: Any) -> str:
