@@ -33,7 +33,7 @@ from .targets.live_rows import ALL, Live
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_SUM = tl.constexpr(2.0**60)  # 2^120 times the target's w, so that their ratios are normal numbers
 ROWS = 64  # rows of a program
-SPLITS = 8  # splits whose partial sums a program reads at a time
+SPLITS = 64  # splits whose partial sums a program reads at a time: it waits for memory once for all of them
 
 
 @quick
@@ -229,7 +229,7 @@ def finish_rows(
         0 if rows.metrics is None else rows.metrics.stride(0), n_rows, vocab, dim,
         sums.w.shape[0],
         float(o.logit_scale), float(o.softcap or 0), float(o.z_loss), float(o.label_smoothing), ROWS, ROWS,
-        inner_of(e.dtype), SPLITS, o.softcap is not None, num_warps=4,
+        inner_of(e.dtype), SPLITS, o.softcap is not None, num_warps=8,
     )  # fmt: skip
 
 
