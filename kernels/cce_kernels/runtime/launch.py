@@ -1,9 +1,10 @@
 """`quick` wraps a Triton kernel so that a launch takes less time on the host.
 
 At each `kernel[grid](...)` Triton binds the arguments, derives the specialisation of each one, and looks up the
-compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel does less, in two ways:
+compiled kernel. A small problem's kernels run no longer than that takes. A quick kernel does less, in three ways:
 
-    the launch repeats an earlier one, addresses included    the driver gets what it got then (`opened`)
+    the launch repeats an earlier one, addresses included    the driver gets what it got then
+    it repeats one with other addresses                      they are put into their places (`Open`)
     any other launch                                         the compiled kernel is looked up by a short key of
                                                              everything that Triton specialises on
 
@@ -17,7 +18,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ except ImportError:  # every launch then goes through Triton's launcher: slower,
     CudaLauncher = make_tensordesc_arg = None
 
 TRITONS = ("3.6.", "3.7.")  # versions with which `opened` and Hopper's own kernels have run on GPUs
-MOST_REPEATED = 256  # launches of a kernel that are kept for repetition; each takes about 1 KiB
+MOST_REPEATED = 256  # launches of a kernel that are kept for repetition, with and without addresses; about 1 KiB each
 _NUMBERS = {int, float, bool, type(None)}
 
 
@@ -51,14 +51,27 @@ RECORDING = _Recording()  # the tape of this thread
 class Described:
     """A TMA descriptor without Triton's checks, which take most of the time to make one. The tensor is known to fit.
 
-    kind: all that a compiled kernel depends on. exact: all that a launch reads.
+    kind: all that a compiled kernel depends on. form: all that a launch reads but the address.
     """
 
     def describe(self, x: Tensor, rows: int, cols: int) -> None:
         """Describe x for blocks of rows × cols. A block reads zeros beyond x, and writes nothing there."""
         self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), [rows, cols]
         self.kind = x.dtype, rows, cols
-        self.exact = (x.data_ptr(), self.shape, self.strides, self.kind)
+        self.form = self.shape, self.strides, self.kind
+
+    def at(self, address: int) -> Described:
+        """The descriptor of the same form at an address. It keeps no tensor."""
+        there = object.__new__(type(self))
+        there.__dict__.update(self.__dict__, base=_Address(address))
+        return there
+
+
+class _Address(int):
+    """An address in place of a descriptor's tensor."""
+
+    def data_ptr(self) -> int:
+        return self
 
 
 class Descriptor(Described, TensorDescriptor):
@@ -80,7 +93,8 @@ class Quick:
         assert all(p.is_constexpr for p in params[self._constants :]), f"{kernel.__name__}: constants come last"
         self._plain = [p.do_not_specialize for p in params[: self._constants]]
         self._compiled: dict[tuple, CompiledKernel] = {}
-        self._repeated: dict[tuple, Call] = {}
+        self._open: dict[tuple, Open] = {}  # by the form of a launch
+        self._repeated: dict[tuple, Call] = {}  # by form and addresses
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid)
@@ -91,11 +105,15 @@ class Quick:
             return
         tape, active, hooked = RECORDING.tape, driver.active, _hooked()
         device = active.get_current_device()
-        exact = _exact([device, grid, *options.items()], args)
-        call = self._repeated.get(exact)
-        if call is not None and tape is None and not hooked:
-            call.launch(*call.grid, active.get_current_stream(device), *call.rest)
-            return
+        form, addresses = _form([device, grid, *options.items()], args)
+        if tape is None and not hooked:
+            call = self._repeated.get((form, addresses))
+            if call is None and (known := self._open.get(form)) is not None:
+                call = known.at(addresses)
+                _keep(self._repeated, (form, addresses), call)
+            if call is not None:
+                call.launch(*call.grid, active.get_current_stream(device), *call.rest)
+                return
         compiled = self._find(device, grid, args, options)
         if compiled is None:
             if tape is not None:
@@ -114,11 +132,10 @@ class Quick:
         if launch is None:
             compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
             return
-        call = launch[0].at([tensor.data_ptr() for tensor in launch[1]])
+        call = launch[0].at(addresses)
         call.launch(x, y, z, stream, *call.rest)
-        if len(self._repeated) >= MOST_REPEATED:
-            self._repeated.clear()
-        self._repeated[exact] = call
+        _keep(self._open, form, launch[0])
+        _keep(self._repeated, (form, addresses), call)
 
     def _find(self, device: int, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:
         """The compiled kernel for these arguments. The first time Triton compiles and launches it, and this is None."""
@@ -148,16 +165,27 @@ def watched() -> bool:
     return _hooked() or REHEARSAL.device is not None
 
 
-def _exact(key: list[Any], args: tuple) -> tuple:
-    """The parts of `key`, and everything that a launch reads of its arguments."""
+def _form(key: list[Any], args: tuple) -> tuple[tuple, tuple[int, ...]]:
+    """`key` and everything that a launch reads of its arguments but addresses; the addresses."""
+    addresses: list[int] = []
     for x in args:
         if type(x) in _NUMBERS:
             key.append(x)
         elif isinstance(x, Tensor):
-            key += (x.data_ptr(), x.dtype)
+            addresses.append(address := x.data_ptr())
+            key += (x.dtype, address % 16 == 0)
+        elif isinstance(x, Described):
+            addresses.append(x.base.data_ptr())
+            key.append(x.form)
         else:
-            key.append(x.exact if isinstance(x, Described) else x)
-    return tuple(key)
+            key.append(x)
+    return tuple(key), tuple(addresses)
+
+
+def _keep(kept: dict[tuple, Any], key: tuple, value: Any) -> None:
+    if len(kept) >= MOST_REPEATED:
+        kept.clear()
+    kept[key] = value
 
 
 def kind_of(x: Any, plain: bool) -> Any:
@@ -201,17 +229,8 @@ class Open(NamedTuple):
             if described is None:
                 values[index] = address
             else:  # the sizes that follow the encoded descriptor do not depend on the address
-                there = copy(described)  # another thread may launch the same program
-                there.base = _Address(address)
-                values[index] = make_tensordesc_arg(there, meta)[0]
+                values[index] = make_tensordesc_arg(described.at(address), meta)[0]
         return Call(self.launch, self.grid, (*self.head, values) if self.nested else (*self.head, *values))
-
-
-class _Address(int):
-    """An address in place of a descriptor's tensor."""
-
-    def data_ptr(self) -> int:
-        return self
 
 
 def known_version() -> bool:
@@ -270,9 +289,7 @@ def opened(compiled: Any, grid: tuple[int, int, int], args: tuple) -> tuple[Open
             meta = next(metas)
             if meta is None:  # the kernel takes pointers instead of descriptors
                 return None
-            without = copy(x)
-            without.base = None
-            spots.append((len(values), without, meta))
+            spots.append((len(values), x.at(0), meta))
             tensors.append(x.base)
             values += (None, *x.shape, *x.strides)
         elif isinstance(x, Tensor):

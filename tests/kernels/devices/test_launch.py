@@ -179,6 +179,16 @@ def test_a_launch_that_differs_is_a_launch_of_its_own(quick, change, place, valu
     assert [got[place] for got in launcher.values() if got != same] == [value] * 3
 
 
+def test_other_addresses_are_put_into_the_launch_that_is_there(quick, monkeypatch):
+    kernel, compiled, _ = quick
+    for _ in range(2):
+        call(kernel)
+    monkeypatch.delattr(launch, "opened")
+    call(kernel, x=X[4:], y=torch.zeros(32, 32))
+    before, now = compiled[0].run.values()
+    assert now == [X[4:].data_ptr(), "map 2", *before[2:]]
+
+
 def test_the_launches_that_are_kept_keep_no_tensor_and_are_bounded(quick, monkeypatch):
     kernel, compiled, _ = quick
     x = torch.zeros(64)
