@@ -6,7 +6,7 @@ such tensors in fp32 (logits, log-softmax, gradient). Compute: 6 N D V FLOPs for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
@@ -71,8 +71,6 @@ class Compiled(LossBackend):
 
     capturable = True
     lacking: ClassVar = {}
-    # Few kernels are compiled: no pool of compiler processes is needed.
-    inductor_options: ClassVar[dict[str, Any]] = {"compile_threads": 1}
 
     def __init__(self, config: LossConfig, device: torch.device) -> None:
         import torch
@@ -80,9 +78,11 @@ class Compiled(LossBackend):
 
         super().__init__(config, device)
         self._limit_hit = FailOnRecompileLimitHit
-        # fullgraph: code that cannot be compiled raises, and so does a shape beyond the recompile limit.
         self._compiled = torch.compile(
-            linear_cross_entropy, dynamic=False, fullgraph=True, options=self.inductor_options
+            linear_cross_entropy,
+            dynamic=False,
+            fullgraph=True,  # code that cannot be compiled raises, and so does a shape beyond the recompile limit
+            options={"compile_threads": 1},  # few kernels are compiled: no pool of compiler processes is needed
         )
 
     @classmethod
