@@ -272,7 +272,8 @@ def report_set(config: BenchConfig) -> list[Path]:
     sections: dict[str, list[Row]] = {}
     for own in common.grouped(rows, key=lambda row: row.problem):
         sections[f"{shape_in_words(own[0])}: {kind_in_words(own[0])}, matmuls in {own[0].dtype}"] = own
-    figure = (of_libraries if name == "every_rival" else on_named_shapes)(rows, common.devices_of(directory))
+    draw = {"grid": on_named_shapes, "every_rival": of_libraries}.get(name)
+    figure = draw(rows, common.devices_of(directory)) if draw else None
     pictures = {} if figure is None else {name: figure}
     return common.write_report(directory, name, f"The output layer alone, {name}", sections, COLUMNS, pictures)
 

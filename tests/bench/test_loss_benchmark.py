@@ -1,12 +1,14 @@
 """benchmarks/loss.py: the truth of its problems, the arithmetic of ratios, its files, and whole runs at tiny shapes."""
 
 import json
+import shutil
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import ROOT
 
 from benchmarks import loss, problems
 from benchmarks.common import parse_loss, ratio_to, read_runs
@@ -153,6 +155,13 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
 def test_a_picture_of_rows_without_the_floor_is_drawn():
     row = make_row(shape="llama_1b3", logits="peaked", ratio_to_compiled=0.9)
     assert on_named_shapes([row], "a GPU").get_suptitle().startswith("Exact gradients in 0.90 to 0.90")
+
+
+def test_a_set_without_a_picture_leaves_one_that_is_there(tmp_path):
+    for path in (ROOT / "results/bench_loss/nvidia_h100_80gb_hbm3").glob("*.jsonl"):
+        shutil.copy(path, tmp_path)
+    config = configure("set=rivals_grid", f"output_dir={tmp_path}", tmp_path=tmp_path)
+    assert report_set(config) == [tmp_path / "rivals_grid.md"]
 
 
 # ---------------------------------------------------------------------------------------------------- whole runs
