@@ -102,6 +102,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         return [*lines, f"  time: {UNKNOWN if gpu else 'not estimated: the peak rate of this device is not known'}"]
     seconds, off = found
     fast, slow = seconds * max(1 - off, 0.5), seconds * (1 + off)
+    step = f"{fast:,.0f} to {slow:,.0f} s" if slow >= 10 else f"{fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms"
     speed = f"{plan.tokens_per_step / slow:,.0f} to {plan.tokens_per_step / fast:,.0f} tokens/s"
     whole = f"{duration(fast * steps)} to {duration(slow * steps)}"
     basis, more = "a factor of 2 either way; small models on a GPU are slower", []
@@ -111,8 +112,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         lines += [f"on {gpu.name}: {size_in_words(gpu.memory_bytes)}, {rates} in {plan.precision}"]
         speed += f", MFU {needed / (slow * peak):.0%} to {needed / (fast * peak):.0%}"
         hours = [time * steps * plan.world_size / 3600 for time in (fast, slow)]
-        digits = 2 if hours[0] >= 0.1 else 4
-        whole += f", {hours[0]:,.{digits}f} to {hours[1]:,.{digits}f} GPU-hours"
+        whole += f", {hours[0]:,.3f} to {hours[1]:,.3f} GPU-hours"
         if config.gpu_price is None:
             whole += "; gpu_price=PRICE of an hour gives its price"
         else:
@@ -125,7 +125,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         basis = f"{off:.0%}: {within if gpu.is_measured else 'nothing was measured on this GPU'}" if off < 1 else basis
     return [
         *lines,
-        f"  a step         {fast * 1e3:,.0f} to {slow * 1e3:,.0f} ms",
+        f"  a step         {step}",
         f"  speed          {speed}",
         f"  the whole run  {whole}",
         *more,
