@@ -82,7 +82,7 @@ LINES = [
     ("train", "--batch-size=8", "--batch-size=8: there is no such option", "write trainer.batch_size=8"),
     ("train", "-m model=gla,kda", "-m: there is no such option", "scripts/sweep.py"),
     ("train", "~dry_run", "~dry_run: no key can be removed", "leave it out"),
-    ("run_sweep", "sweep=mve gpu=h100", "gpu: this command has no such key", "train.py"),
+    ("breakdown", "gpu=h100", "gpu: this command has no such key", "train.py"),
     ("train", "seed=[1", "cannot be read", "for the shell"),
     ("train", "seed=it's", "cannot be read", "key=value"),
     ("generate", "checkpoint=x prompt=hello world", "'world' cannot be read", "a value with spaces needs quotes"),
@@ -99,7 +99,7 @@ LINES = [
 def test_answered_with_its_cause_and_what_to_write_instead(command, line, cause, remedy, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["command.py", *line.split()])
     with pytest.raises(SystemExit) as stop:
-        run(lambda *configs: None, command, makes_runs=command in ("run_sweep", "find_max_batch"))
+        run(lambda *configs: None, command, makes_runs=command in ("run_sweep", "find_max_batch", "breakdown"))
     assert stop.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: ")

@@ -44,6 +44,16 @@ def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small):
 
 
 @pytest.mark.usefixtures("quick_points")
+def test_a_sweep_is_listed_for_a_gpu_that_is_not_here_and_not_run_there(small):
+    points = small("model=gla", "loss=standard,liger", "size=smoke", "jobs=2")
+    said = said_by_sweep(*points, "dry_run=true", "gpu=h100")
+    assert "2 points: 2 to run" in said
+    assert said[-2].startswith("memory is estimated for h100")
+    with pytest.raises(ConfigError, match="gpu=h100 names the GPU of a forecast"):
+        said_by_sweep(*points, "gpu=h100")
+
+
+@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small, tmp_path):
     points = small("sweep=same_loss", "experiment=null", "model=transformer", "loss=liger", "seed=0", "size=smoke")
     with pytest.raises(UnsupportedError):  # liger needs a GPU

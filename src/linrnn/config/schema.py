@@ -491,6 +491,7 @@ class RunSweepConfig:
     share_gpus: bool = option(False, "true: several points on each GPU; their losses count, times are not measured")
     retry: bool = option(False, "true: run points again that ran out of memory or diverged; false: it is their result")
     dry_run: bool = option(False, "true: only list the points with their expected memory and time")
+    gpu: str | None = gpu()
     cluster: str = choice("where points run: none (this machine) | slurm | local (as submitit's jobs)")
     resources: dict[str, Any] = option({}, "of a job, by submitit's names: resources.gpus_per_node=1")
 

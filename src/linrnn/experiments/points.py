@@ -137,6 +137,8 @@ def _shared_directory(first: Point, second: Point) -> ConfigError:
 
 
 def _foresee(point: Point) -> Point:
+    import torch
+
     from linrnn.data import vocabulary_size
     from linrnn.data.readers import find_files
     from linrnn.experiments.dry_run import seconds_of_step
@@ -145,7 +147,7 @@ def _foresee(point: Point) -> Point:
 
     config = point.config
     try:
-        device = resolve_device(config.device)
+        device = torch.device("cuda") if config.gpu else resolve_device(config.device)
         plan = Plan(config, device, resolve_precision(config.trainer.precision, device), point.ranks)
         arch = plan.architecture(vocabulary_size(config.data))
         estimate, found = plan.memory_estimate(arch), seconds_of_step(plan, arch)
@@ -157,7 +159,8 @@ def _foresee(point: Point) -> Point:
             for key, path in (*named, ("data.path", config.data.path), ("data.valid_path", config.data.valid_path)):
                 _ = path is None or find_files(path, key)  # raises if there is none
         make_training_plan(config)
-        check_memory_budget(config.memory_budget_gib, device)
+        if not config.gpu:
+            check_memory_budget(config.memory_budget_gib, device)
         check_step_fits(plan, arch)
     except OutOfMemoryError:  # the run itself will give this result
         pass

@@ -62,6 +62,10 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     for target in config.sweep.targets:
         parse_target(target)
     ranks, on_cluster = config.sweep.ranks, config.cluster != "none"
+    if config.gpu:
+        if not config.dry_run:
+            raise ConfigError(f"gpu={config.gpu} names the GPU of a forecast", "use dry_run=true, or leave gpu out")
+        overrides = [*overrides, "dry_run=true", f"gpu={config.gpu}"]
     points, gpus = in_another_process(_look_ahead, sweep_points(config.sweep, overrides), ranks)
     if on_cluster:  # its machines may run what this one cannot: a job itself says so
         points = [dataclasses.replace(point, refusal=None) for point in points]
@@ -69,7 +73,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
     open_points = [point for point in points if not point.is_answered(config.retry)]
     refused, ahead = ([point for point in open_points if (point.refusal is None) == runs] for runs in (False, True))
     if config.dry_run:
-        for line in listing(points, ahead, refused, min(config.jobs, max(1, len(gpus) // ranks))):
+        for line in listing(points, ahead, refused, min(config.jobs, len(gpus) // ranks or config.jobs)):
             say(line)
     for reason in dict.fromkeys(point.refusal for point in refused):
         say(f"unsupported: {', '.join(point.label for point in refused if point.refusal == reason)}: {reason}")
@@ -96,7 +100,8 @@ def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point
     import torch
 
     found = foresee(points, ranks)
-    count = 0 if all(point.config.device == "cpu" for point in found) else torch.cuda.device_count()
+    elsewhere = all(point.config.gpu or point.config.device == "cpu" for point in found)
+    count = 0 if elsewhere else torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return found, named.split(",")[:count] if named else [str(index) for index in range(count)]
 
@@ -128,13 +133,13 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
     in_all = ""
     if foreseen and len(foreseen) == len(ahead):
         in_all = f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
+    where = points[0].config.gpu or "a GPU (trainer.precision=auto: as on this machine)"
     of_one = f"; each point has {points[0].ranks} ranks, and its memory is that of one" * (points[0].ranks > 1)
     return [
         *lines,
         "",
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}{of_one}",
-        "memory is estimated for a GPU (trainer.precision=auto: as on this machine), time with "
-        f"{START_SECONDS:.0f} s a point to start, without tuning{in_all}",
+        f"memory is estimated for {where}, time with {START_SECONDS:.0f} s a point to start, without tuning{in_all}",
     ]
 
 
