@@ -50,6 +50,7 @@ def test_every_example_is_short_and_tried():
 
 
 def trains(name: str, device: str, calls: list[str], folder: Path) -> None:
+    pytest.importorskip({"trl_sft": "trl", "lightning_module": "lightning"}.get(name, "torch"))
     main: Callable[..., list[float]] = load_example(name).main
     where = {"folder": str(folder)} if "folder" in inspect.signature(main).parameters else {}
     losses = main(device=device, **where)
@@ -77,7 +78,7 @@ def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_trains_with_these_log_probabilities_on_a_gpu(name, calls, tmp_path, monkeypatch):
     """The loss of a policy says little; tests/kernels/huggingface/test_trl.py compares it with TRL's own."""
-    utils = importlib.import_module("trl.trainer.utils")
+    utils = pytest.importorskip("trl.trainer.utils")
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)  # restored after the test
     losses = load_example(name).main(device="cuda", folder=str(tmp_path))
     assert len(set(losses)) == 5

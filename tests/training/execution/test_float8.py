@@ -93,6 +93,7 @@ def test_other_gpus_precisions_and_a_missing_package_are_refused(small, monkeypa
 @pytest.mark.parametrize("compile", ["none", "blocks"])
 @pytest.mark.parametrize("model", ["gla", "kda", "transformer"])
 def test_float8_trains_on_a_gpu(model, compile, small):
+    pytest.importorskip("torchao", reason="pip install 'linrnn[float8]'")
     run = ("device=cuda", f"model={model}", f"trainer.compile={compile}")
     rounded, exact = (losses(fitted(small(*run, *more))) for more in ((BLOCKS,), ()))
     assert rounded == pytest.approx(exact, rel=1e-2)
