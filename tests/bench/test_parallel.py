@@ -22,15 +22,12 @@ RESULTS = Path(__file__).resolve().parents[2] / "results" / "bench_parallel"
 def step_memory(row: StepRow) -> costs.MemoryEstimate:
     """A rank's memory in that step, by formulas. DDP holds the gradients all the time, as its buckets."""
     name, *options = row.parallel.split()
+    batch = row.sequences_of_rank * (row.ranks if name == "vocab" else 1)
     run = [f"model={row.model}", f"size={row.size}", f"parallel={name}", *(f"parallel.{option}" for option in options)]
-    config, sharded = load_config(["loss=cce_kahan", *run]), name in ("fsdp", "vocab")
-    found = costs.memory_estimate(
-        resolve(config.model, config.size, row.vocab_size), batch_size=row.sequences_of_rank, seq_len=row.seq_len,
-        precision=row.precision, loss=config.loss, activation_checkpointing="none", optimizer=config.optimizer,
-        accumulation_steps=2 if name == "ddp" else 1, shard_ranks=row.ranks if sharded else 1,
-        by_vocabulary=name == "vocab", blocks_together=getattr(config.parallel, "blocks_together", 1),
-        keep_gathered=getattr(config.parallel, "keep_gathered", False),
-    )  # fmt: skip
+    run += ["loss=cce_kahan", f"trainer.batch_size={batch}", f"trainer.seq_len={row.seq_len}"]
+    config = load_config(run)
+    arch = resolve(config.model, config.size, row.vocab_size)
+    found = costs.memory_estimate(arch, config, row.precision, row.ranks)
     assert found is not None
     return found
 

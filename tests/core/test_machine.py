@@ -111,7 +111,7 @@ def test_a_loss_without_formulas_takes_no_other_s(small, monkeypatch):
     monkeypatch.setitem(registry.UNLISTED, "focal", LossBackend)
     config = replace(load_config(small()), loss=LossConfig("focal"))
     plan, arch = Plan(config, torch.device("cpu"), "fp32"), resolve(config.model, config.size, 512)
-    figures = [plan.memory_estimate(arch), costs.kernel_flops(arch, 1, 64, config.loss, "none")]
+    figures = [plan.memory_estimate(arch), costs.kernel_flops(arch, config, "fp32")]
     figures += [costs.loss_memory(config.loss, 64, 64, 512, 4)]
     assert figures == [None] * len(figures)
     assert dry_run.seconds_of_step(plan, arch) is None

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import parse_loss
 from benchmarks.loss_rows import read_rows
-from linrnn import costs
 from linrnn.config import load_config
 from linrnn.config.schema import Config, LossConfig
 from linrnn.core.files import read_json
@@ -27,14 +26,12 @@ from linrnn.costs import (
     peak_flops_per_second,
 )
 from linrnn.costs.flops import forward_flops
-from linrnn.experiments.dry_run import kernel_flops as foreseen_flops
 from linrnn.losses.cce import CceFilterLossConfig, CceKahan, CceKahanLossConfig
 from linrnn.losses.cce_apple import CceAppleLossConfig
 from linrnn.losses.fla import FlaLossConfig
 from linrnn.losses.liger import LigerLossConfig
 from linrnn.models import build_model
 from linrnn.models.architecture import MODELS, Architecture, completed, resolve
-from linrnn.training.plan import Plan
 
 GIB, MIB = 2**30, 2**20
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -58,6 +55,12 @@ def tiny(model: str, **changes: Any) -> Architecture:
 def configured(*overrides: str) -> Config:
     """The configuration of these overrides, which nothing alters: hundreds of runs share a few."""
     return load_config([*overrides])
+
+
+def a_run(loss: LossConfig = STANDARD, *overrides: str, **trainer: Any) -> Config:
+    """A run with this loss and these settings of its trainer."""
+    config = configured(*overrides)
+    return replace(config, loss=loss, trainer=replace(config.trainer, **trainer))
 
 
 @cache
@@ -139,7 +142,10 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     out = block.mlp(hidden).sum()
     with FlopCounterMode(display=False) as counter:
         out.backward()
-    assert counter.get_total_flops() == kernel_flops(arch, 2, 65, STANDARD, "none")["mlp"] - expected["mlp"]
+    assert (
+        counter.get_total_flops()
+        == kernel_flops(arch, a_run(batch_size=2, seq_len=65), "bf16")["mlp"] - expected["mlp"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,26 +160,30 @@ def test_products_equal_those_that_torch_counts_in_the_real_model(model):
     ],
 )
 def test_vocabulary_products_of_each_loss_on_the_device(loss, products):
-    assert kernel_flops(tiny("gla"), 2, 128, loss, "none")["vocabulary"] == products * 2 * 256 * 64 * 500
+    flops = kernel_flops(tiny("gla"), a_run(loss, batch_size=2, seq_len=128), "bf16")
+    assert flops["vocabulary"] == products * 2 * 256 * 64 * 500
 
 
 def test_cce_takes_three_products_where_its_exponentials_fit_and_four_where_not():
     """A filter on one gradient computes the logits twice: it has no lists."""
     arch = tiny("gla", hidden_size=256, vocab_size=32000)
     one_sided = replace(FILTER, filter_unbiased=False, filter_c=False)
-    for loss, compute, products in (
-        (KAHAN, 2, 3),
-        (replace(KAHAN, workspace_mib=8), 2, 4),
-        (KAHAN, 4, 4),
-        (one_sided, 2, 5),
+    for loss, precision, products in (
+        (KAHAN, "bf16", 3),
+        (replace(KAHAN, workspace_mib=8), "bf16", 4),
+        (KAHAN, "fp32", 4),
+        (one_sided, "bf16", 5),
     ):
-        flops = kernel_flops(arch, 8, 2048, loss, "none", compute=compute)
+        flops = kernel_flops(arch, a_run(loss, batch_size=8, seq_len=2048), precision)
         assert flops["vocabulary"] == products * 2 * 8 * 2048 * 256 * 32000
 
 
 def test_activation_checkpointing_adds_one_forward_pass_of_the_blocks():
     arch = tiny("kda")
-    plain, selective, full = (kernel_flops(arch, 2, 128, STANDARD, mode) for mode in ("none", "selective", "full"))
+    plain, selective, full = (
+        kernel_flops(arch, a_run(batch_size=2, seq_len=128, activation_checkpointing=mode), "bf16")
+        for mode in ("none", "selective", "full")
+    )
     again = forward_flops(arch, 2, 128) | {"vocabulary": 0}
     assert {name: full[name] - plain[name] for name in plain} == {**dict.fromkeys(plain, 0), **again}
     assert selective == {**plain, "mixer_scan": full["mixer_scan"]}, "no linear layer is computed again"
@@ -218,10 +228,9 @@ def committed() -> Iterator[tuple[dict[str, Any], int]]:
 
 def foreseen(row: dict[str, Any]) -> MemoryEstimate:
     options = [f"loss.{key}={'null' if value is None else value}" for key, value in row["loss_options"].items()]
-    keys = ("batch_size", "seq_len", "precision", "activation_checkpointing", "accumulation_steps")
-    config = configured(f"loss={row['loss']}", *options)
-    how = {key: row[key] for key in keys}
-    found = memory_estimate(architecture(row), loss=config.loss, optimizer=config.optimizer, **how)
+    keys = ("batch_size", "seq_len", "activation_checkpointing", "accumulation_steps")
+    config = a_run(configured(f"loss={row['loss']}", *options).loss, **{key: row[key] for key in keys})
+    found = memory_estimate(architecture(row), config, row["precision"])
     assert found is not None
     return found
 
@@ -303,34 +312,23 @@ def test_a_filter_is_foreseen_as_what_it_does():
     arch = resolve(config.model, config.size, 131072)
 
     def of_ranks(loss: LossConfig, ranks: int) -> tuple[Any, Any]:
-        step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16", "activation_checkpointing": "none"}
-        step |= {"optimizer": config.optimizer, "shard_ranks": ranks, "by_vocabulary": True}
-        return memory_estimate(arch, loss=loss, **step), kernel_flops(
-            arch, 8, 2048, loss, "none", vocabulary_ranks=ranks
-        )
+        run = a_run(loss, "parallel=vocab", batch_size=8 * ranks, seq_len=2048), "bf16", ranks
+        return memory_estimate(arch, *run), kernel_flops(arch, *run)
 
     assert of_ranks(IF_FASTER, 4) == of_ranks(KAHAN, 4)
     assert of_ranks(IF_FASTER, 1) == of_ranks(FILTER, 1) != of_ranks(KAHAN, 1)
 
 
-def test_the_plan_of_a_run_with_a_shared_vocabulary_says_so_to_the_formulas(monkeypatch):
-    monkeypatch.setattr(costs, "kernel_flops", lambda *arguments: arguments[-1])
-    for parallel, ranks in (("vocab", 4), ("fsdp", 1)):
-        plan = Plan(load_config([f"parallel={parallel}"]), torch.device("cpu"), "fp32", 4)
-        assert foreseen_flops(plan, None) == ranks
-
-
 def test_what_a_step_holds_moves_with_precision_micro_steps_and_checkpointing():
     config = configured("model=gla", "size=1b3")
-    step = {"batch_size": 8, "seq_len": 2048, "precision": "bf16_autocast", "activation_checkpointing": "none"}
+    arch = resolve(config.model, config.size, 128256)
 
-    def estimate(**changes: Any) -> MemoryEstimate:
-        arch = resolve(config.model, config.size, 128256)
-        found = memory_estimate(arch, optimizer=config.optimizer, **{"loss": COMPILED, **step, **changes})
+    def estimate(precision: str = "bf16_autocast", loss: LossConfig = COMPILED, **trainer: Any) -> MemoryEstimate:
+        found = memory_estimate(arch, a_run(loss, batch_size=8, seq_len=2048, **trainer), precision)
         assert found is not None
         return found
 
-    mixed, pure, twice = estimate(), estimate(precision="bf16"), estimate(accumulation_steps=2)
+    mixed, pure, twice = estimate(), estimate("bf16"), estimate(accumulation_steps=2)
     components = mixed.components()
     parts = [size for name, size in components.items() if name.startswith("activations/")]
     assert components["activations"] == sum(parts)

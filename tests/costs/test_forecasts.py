@@ -42,12 +42,10 @@ def measured() -> Iterator[dict[str, Any]]:
 @cache
 def foreseen(model: str, size: str, loss: str, vocab: int, batch: int, seq: int, again: str, device: str) -> tuple:
     """Peak bytes and tokens/s, by the formulas."""
-    config = load_config([f"model={model}", f"size={size}", f"loss={loss}"])
-    arch = resolve(config.model, config.size, vocab)
-    shared = {"seq_len": seq, "precision": "bf16_autocast", "loss": config.loss, "optimizer": config.optimizer}
-    memory = costs.memory_estimate(arch, batch_size=batch, activation_checkpointing=again, **shared)
-    gpu = costs.GPUS[NAMES[device]]
-    seconds = costs.step_seconds(arch, gpu, sequences=batch, micro_steps=1, activation_checkpointing=again, **shared)
+    trainer = [f"trainer.batch_size={batch}", f"trainer.seq_len={seq}", f"trainer.activation_checkpointing={again}"]
+    config = load_config([f"model={model}", f"size={size}", f"loss={loss}", *trainer])
+    run = resolve(config.model, config.size, vocab), config, "bf16_autocast"
+    memory, seconds = costs.memory_estimate(*run), costs.step_seconds(costs.GPUS[NAMES[device]], *run)
     assert memory
     assert seconds
     return memory.peak, batch * seq / seconds

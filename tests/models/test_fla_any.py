@@ -105,9 +105,8 @@ def test_what_has_no_formula_is_unknown():
     config = load_config([])
     for name in ("gla", "rwkv7"):  # not even a matched model's memory is taken over: options may change it
         arch = architecture(name)
-        step = {"batch_size": 1, "seq_len": 64, "precision": "fp32", "activation_checkpointing": "none"}
-        assert costs.memory_estimate(arch, loss=config.loss, optimizer=config.optimizer, **step) is None
-        assert costs.training_state(arch, "fp32", optimizer=config.optimizer)["parameters"] == 4 * arch.n_parameters
+        assert costs.memory_estimate(arch, config, "fp32") is None
+        assert costs.training_state(arch, config, "fp32")["parameters"] == 4 * arch.n_parameters
     for unknown in (architecture("rwkv6"), architecture("gsa"), architecture("abc", "model.attention_every=2")):
         assert costs.model_flops(unknown, 1, 64) is None
 

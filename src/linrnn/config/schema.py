@@ -373,6 +373,10 @@ class ParallelConfig:
         """How many different batches of `trainer.batch_size` sequences `world_size` processes read in a micro-step."""
         return world_size
 
+    def ranks_of_model(self, world_size: int) -> int:
+        """Number of ranks that share one model."""
+        return 1
+
 
 @dataclass
 class DistributedConfig(ParallelConfig):
@@ -401,7 +405,7 @@ class FsdpConfig(DistributedConfig):
     keep_gathered: bool = option(False, "true: blocks stay gathered for their backward pass: fewer calls, more memory")
 
     def ranks_of_model(self, world_size: int) -> int:
-        """Number of ranks that share one model.
+        """As above.
 
         Raises:
             ConfigError: the ranks cannot form groups of `shard_ranks`.

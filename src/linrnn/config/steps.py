@@ -6,6 +6,11 @@ from linrnn.core.errors import ConfigError
 CONSTANT = "constant"  # the schedule that has no end
 
 
+def sequences_of_rank(config: Config, world_size: int = 1) -> int:
+    """Sequences in one micro-step of one rank."""
+    return config.trainer.batch_size * config.parallel.data_ranks(world_size) // world_size
+
+
 def sequences_per_step(config: Config, world_size: int = 1) -> int:
     """Sequences in one optimizer step, over all ranks and micro-steps."""
     trainer = config.trainer

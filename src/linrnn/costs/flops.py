@@ -16,9 +16,10 @@ rematerialization" (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). 
 :func:`kernel_flops` adds what is computed again to save memory, on which a step's time depends.
 """
 
-from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
+from linrnn.config.schema import Config, MuonConfig, OptimizerConfig, ParallelConfig, VocabConfig
+from linrnn.config.steps import sequences_of_rank
 from linrnn.costs.devices import peak_flops_per_second
-from linrnn.losses.base import BF16
+from linrnn.losses.base import BF16, FP32
 from linrnn.losses.cce import over_shards
 from linrnn.losses.registry import find_loss
 from linrnn.models.architecture import Architecture
@@ -84,7 +85,7 @@ def mfu(
     return flops / seq_len * tokens_per_second / (peak * n_devices)
 
 
-def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int:
+def update_flops(arch: Architecture, optimizer: OptimizerConfig) -> int:
     """FLOPs of the matrix products in one update: Muon's Newton-Schulz iterations.
 
     An iteration on a matrix of m by n, m <= n, has three products: X Xᵀ (2 m² n), its square (2 m³), and the result
@@ -96,41 +97,33 @@ def update_flops(arch: Architecture, optimizer: OptimizerConfig | None) -> int:
     return optimizer.ns_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 
 
-def kernel_flops(
-    arch: Architecture,
-    n_sequences: int,
-    seq_len: int,
-    loss: LossConfig,
-    activation_checkpointing: str,
-    compute: int = BF16,
-    optimizer: OptimizerConfig | None = None,
-    vocabulary_ranks: int = 1,
-) -> dict[str, int] | None:
-    """FLOPs that are computed in a step over `n_sequences` (all micro-steps) of `seq_len` tokens, by component.
+def kernel_flops(arch: Architecture, config: Config, precision: str, ranks: int = 1) -> dict[str, int] | None:
+    """FLOPs that each of `ranks` computes in an optimizer step of a run, over all its micro-steps, by component.
 
     The components are those of :func:`forward_flops`, and update: Muon's Newton-Schulz iterations. What activation
     checkpointing and the loss compute again counts; the additional products of chunked kernels do not. None for a model
     or a loss without formulas.
 
     Args:
-        loss: decides whether the backward pass computes the logits again.
-        activation_checkpointing: none | selective (all but the linear layers is computed again) | full (every block's
-            forward pass is computed again).
-        compute: bytes per element of hidden states and head.
-        optimizer: None for forward and backward passes alone.
-        vocabulary_ranks: number of ranks that share the vocabulary. The FLOPs are one rank's.
+        precision: fp32 | bf16_autocast | bf16.
     """
-    forward, update = forward_flops(arch, n_sequences, seq_len), update_flops(arch, optimizer)
+    trainer, loss, sequences = config.trainer, config.loss, sequences_of_rank(config, ranks)
+    forward = forward_flops(arch, sequences * trainer.accumulation_steps, trainer.seq_len)
     if forward is None:
         return None
-    tokens, rows = n_sequences * seq_len * vocabulary_ranks, -(-arch.vocab_size // vocabulary_ranks)
-    of_shard = tokens, arch.hidden_size, rows, compute
-    computed = over_shards(loss) if vocabulary_ranks > 1 else loss
-    backend = find_loss(loss.name)
+    shards = vocabulary_shards(config.parallel, ranks)
+    tokens, rows = sequences * trainer.seq_len * shards, -(-arch.vocab_size // shards)
+    of_shard = tokens, arch.hidden_size, rows, FP32 if precision == "fp32" else BF16
+    computed, backend = over_shards(loss) if shards > 1 else loss, find_loss(loss.name)
     if backend.memory(computed, *of_shard) is None:  # a loss of which nothing is known
         return None
-    found = {name: (1 + BACKWARD) * flops for name, flops in forward.items()} | {"update": update}
+    found = {name: (1 + BACKWARD) * flops for name, flops in forward.items()}
     found["vocabulary"] += max(backend.products(computed, *of_shard) - LEAST_PRODUCTS, 0) * forward["vocabulary"]
-    for component in RECOMPUTED[activation_checkpointing]:
+    for component in RECOMPUTED[trainer.activation_checkpointing]:
         found[component] += forward[component]
-    return found
+    return {**found, "update": update_flops(arch, config.optimizer)}
+
+
+def vocabulary_shards(parallel: ParallelConfig, ranks: int) -> int:
+    """Number of ranks that share the vocabulary."""
+    return parallel.ranks_of_model(ranks) if isinstance(parallel, VocabConfig) else 1

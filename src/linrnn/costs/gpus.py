@@ -5,9 +5,9 @@ optimizer state at a share of the memory's bandwidth. The shares were fitted to 
 350M and 1.3B parameters on an H100 and an H200 (results/summaries). tests/costs/test_forecasts.py compares all of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from linrnn.config.schema import LossConfig, OptimizerConfig
+from linrnn.config.schema import Config
 from linrnn.core.machine import GIB
 from linrnn.costs.devices import peak_flops_per_second
 from linrnn.costs.flops import kernel_flops
@@ -51,49 +51,25 @@ LEAST_SECONDS = 0.018  # of a step: the host's work for a small model
 MEASURED_RANGE, OTHER_RANGE = 0.15, 0.25  # 9 of 10 rows lie within the first; another GPU has no row
 
 
-def step_seconds(
-    arch: Architecture,
-    gpu: Gpu,
-    *,
-    sequences: int,
-    micro_steps: int,
-    seq_len: int,
-    precision: str,
-    loss: LossConfig,
-    optimizer: OptimizerConfig,
-    activation_checkpointing: str,
-) -> float | None:
-    """Seconds of an optimizer step on one GPU; None for a model, a loss or an optimizer without formulas.
+def step_seconds(gpu: Gpu, arch: Architecture, config: Config, precision: str, ranks: int = 1) -> float | None:
+    """Seconds of an optimizer step of a run on each of `ranks` such GPUs, without their communication.
 
-    Args:
-        sequences: of each micro-step.
+    None for a model or a loss without formulas.
     """
-    peak = peak_flops_per_second(gpu.name, precision)
-    shape = (sequences, seq_len, loss, activation_checkpointing)
-    flops = kernel_flops(arch, *shape, 4 if precision == "fp32" else 2)
-    memory = memory_estimate(
-        arch,
-        batch_size=sequences,
-        seq_len=seq_len,
-        precision=precision,
-        loss=loss,
-        activation_checkpointing="none",  # a block that is computed again moves the same bytes
-        optimizer=optimizer,
-    )
+    peak, again = peak_flops_per_second(gpu.name, precision), config.trainer.activation_checkpointing
+    flops = kernel_flops(arch, config, precision, ranks)
+    once = replace(config.trainer, activation_checkpointing="none")  # a block computed again moves the same bytes
+    memory = memory_estimate(arch, replace(config, trainer=once), precision, ranks)
     if peak is None or flops is None or memory is None:
         return None
     scans = flops["mixer_scan"]
+    products = (sum(flops.values()) - scans - flops["update"]) / (SHARE_OF_PRODUCTS * peak)
+    products += scans / (SHARE_OF_SCANS.get(arch.model, SHARE_OF_OTHER_SCANS) * peak)
     saved = sum(memory.activations[name] for name in ("mixer", "mlp", "residual"))
-    moved = PASSES_OF_ACTIVATIONS * MORE_PASSES[activation_checkpointing] * saved + PASSES_OF_LOSS * (
-        memory.loss_forward + memory.loss_backward
-    )
-    micro_step = (
-        (sum(flops.values()) - scans) / (SHARE_OF_PRODUCTS * peak)
-        + scans / (SHARE_OF_SCANS.get(arch.model, SHARE_OF_OTHER_SCANS) * peak)
-        + moved / gpu.bytes_per_second
-    )
-    update = PASSES_OF_OPTIMIZER * arch.n_parameters / gpu.bytes_per_second
-    return max(micro_steps * micro_step + update, LEAST_SECONDS)
+    moved = PASSES_OF_ACTIVATIONS * MORE_PASSES[again] * saved
+    moved += PASSES_OF_LOSS * (memory.loss_forward + memory.loss_backward)
+    moved = config.trainer.accumulation_steps * moved + PASSES_OF_OPTIMIZER * arch.n_parameters
+    return max(products + moved / gpu.bytes_per_second, LEAST_SECONDS)
 
 
 def uncertainty(gpu: Gpu) -> float:

@@ -8,7 +8,9 @@ per token and what the allocator rounds up are left out.
 
 from dataclasses import dataclass
 
-from linrnn.config.schema import LossConfig, MuonConfig, OptimizerConfig
+from linrnn.config.schema import Config, FsdpConfig, LossConfig, MuonConfig
+from linrnn.config.steps import sequences_of_rank
+from linrnn.costs.flops import vocabulary_shards
 from linrnn.losses.base import BF16, FP32, Bytes
 from linrnn.losses.cce import over_shards
 from linrnn.losses.registry import find_loss
@@ -59,25 +61,20 @@ class MemoryEstimate:
         }
 
 
-def training_state(
-    arch: Architecture, precision: str, *, optimizer: OptimizerConfig | None, shard_ranks: int = 1
-) -> dict[str, int]:
-    """Bytes per rank of parameters, gradients and the optimizer's state. These are known for every model.
+def training_state(arch: Architecture, config: Config, precision: str, ranks: int = 1) -> dict[str, int]:
+    """Bytes of parameters, gradients and the optimizer's state on each of `ranks`. These are known for every model.
 
     AdamW keeps two moments of every parameter. Muon keeps one of every matrix of the layers, and two of all other
     parameters; for a model of ours without formulas the figure is the most that it can be.
 
     Args:
         precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
-        optimizer: None for forward and backward passes alone.
-        shard_ranks: number of ranks that share one model.
     """
-    kept = BF16 if precision == "bf16" else FP32
-    parameters = kept * arch.n_parameters // shard_ranks
-    moments = 0 if optimizer is None else 2 * arch.n_parameters
-    if isinstance(optimizer, MuonConfig):
+    kept, sharing = BF16 if precision == "bf16" else FP32, config.parallel.ranks_of_model(ranks)
+    parameters, moments = kept * arch.n_parameters // sharing, 2 * arch.n_parameters
+    if isinstance(config.optimizer, MuonConfig):
         moments -= sum(rows * columns for rows, columns in arch.matrices)
-    return {"parameters": parameters, "gradients": parameters, "optimizer": kept * moments // shard_ranks}
+    return {"parameters": parameters, "gradients": parameters, "optimizer": kept * moments // sharing}
 
 
 def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: int) -> Bytes | None:
@@ -89,44 +86,28 @@ def loss_memory(loss: LossConfig, n_tokens: int, d: int, vocab: int, compute: in
     return find_loss(loss.name).memory(loss, n_tokens, d, vocab, compute)
 
 
-def memory_estimate(
-    arch: Architecture,
-    *,
-    batch_size: int,
-    seq_len: int,
-    precision: str,
-    loss: LossConfig,
-    activation_checkpointing: str,
-    optimizer: OptimizerConfig | None,
-    accumulation_steps: int = 1,
-    shard_ranks: int = 1,
-    by_vocabulary: bool = False,
-    blocks_together: int = 1,
-    keep_gathered: bool = False,
-) -> MemoryEstimate | None:
-    """Memory of a step of `accumulation_steps` micro-steps of `batch_size` sequences of `seq_len` tokens, on one rank.
+def memory_estimate(arch: Architecture, config: Config, precision: str, ranks: int = 1) -> MemoryEstimate | None:
+    """Memory of an optimizer step of a run on each of `ranks`; None for a model or a loss without formulas.
 
-    None for a model or a loss without formulas. With more than one micro-step, the gradients of the first exist at the
-    peak of the next. With one, gradients appear while activations are freed.
+    With more than one micro-step, the gradients of the first exist at the peak of the next, and those of DDP's replicas
+    always, in their buckets. Else gradients appear while activations are freed.
 
     Args:
-        precision: fp32 | bf16_autocast (fp32 parameters) | bf16 (bf16 parameters).
-        activation_checkpointing: none | selective | full.
-        optimizer: None for forward and backward passes alone.
-        shard_ranks: number of ranks that share one model (FSDP2).
-        by_vocabulary: whether each rank keeps its rows of embedding and head, for the tokens of all ranks.
-        blocks_together, keep_gathered: as in :class:`linrnn.config.schema.FsdpConfig`.
+        precision: as for :func:`training_state`.
     """
+    trainer, parallel, loss = config.trainer, config.parallel, config.loss
     kept, compute = BF16 if precision == "bf16" else FP32, FP32 if precision == "fp32" else BF16
-    autocast, tokens, layers, d = precision == "bf16_autocast", batch_size * seq_len, arch.num_layers, arch.hidden_size
-    sharded, shards = shard_ranks > 1, shard_ranks if by_vocabulary else 1  # shards of the vocabulary
-    mixing = facts_of(arch.model).mixer
+    autocast, tokens = precision == "bf16_autocast", sequences_of_rank(config, ranks) * trainer.seq_len
+    layers, d, mixing = arch.num_layers, arch.hidden_size, facts_of(arch.model).mixer
+    sharded, shards = parallel.ranks_of_model(ranks) > 1, vocabulary_shards(parallel, ranks)
+    blocks_together = parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1
+    keep_gathered = isinstance(parallel, FsdpConfig) and parallel.keep_gathered
     gathered = (FP32 if autocast and arch.keeps_fp32 else compute) if sharded else 0  # bytes of an element of a block
     rows, loss_tokens = -(-arch.vocab_size // shards), shards * tokens
     of_loss = loss_memory(over_shards(loss) if shards > 1 else loss, loss_tokens, d, rows, compute)
     if mixing is None or mixing.linears is None or of_loss is None:
         return None
-    state = training_state(arch, precision, shard_ranks=shard_ranks, optimizer=optimizer)
+    state = training_state(arch, config, precision, ranks)
 
     # One layer, bytes per token: what mixer, MLP and each norm save, and the results of all linear layers in it, which
     # selective checkpointing keeps. Under autocast the residual stream is fp32 (embeddings are not cast). Each linear
@@ -134,7 +115,7 @@ def memory_estimate(
     # o_proj's input. A gated norm saves its two inputs and its output.
     width = arch.intermediate_size
     inputs, outputs = d * (mixing.linears if autocast else 1), arch.value_dim * (3 if mixing.gated else 1)
-    of_mixer = compute * (inputs + outputs) + mixing.saved(arch, seq_len, compute)
+    of_mixer = compute * (inputs + outputs) + mixing.saved(arch, trainer.seq_len, compute)
     of_mlp = compute * (d + 2 * width)  # input, gate and up; the product of gate and up is computed again
     of_norm = kept * d
     mlp_results = compute * (2 * width + d)
@@ -157,7 +138,7 @@ def memory_estimate(
         "none": (of_mixer, of_mlp, 2 * of_norm, 0),
         "selective": (mixer_results, mlp_results, of_norm, one_block),
         "full": (0, 0, of_norm, one_block),
-    }[activation_checkpointing]
+    }[trainer.activation_checkpointing]
     activations = {
         "workspaces": WORKSPACES,
         "weight_copies": layers * (staying + (0 if again else copies)),
@@ -172,7 +153,8 @@ def memory_estimate(
 
     # What is allocated at each moment. FSDP's gradients of embedding and head are whole and in fp32 for a while.
     always = state["parameters"] + state["optimizer"]
-    held = always + sum(activations.values()) + (state["gradients"] if accumulation_steps > 1 else 0)
+    stay = trainer.accumulation_steps > 1 or (ranks > 1 and not sharded)
+    held = always + sum(activations.values()) + (state["gradients"] if stay else 0)
     with_gradients = always + state["gradients"] + WORKSPACES
     matrix = (FP32 if sharded else kept) * rows * d
     last_block = held - activations["loss_inputs"] + matrix + again  # the backward pass begins with it

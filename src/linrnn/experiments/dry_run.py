@@ -10,7 +10,7 @@ import torch
 
 from linrnn import costs
 from linrnn.config import run_name
-from linrnn.config.schema import Config, VocabConfig
+from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, cores, ranks_here, size_in_words
 from linrnn.data import vocabulary_size
@@ -89,7 +89,8 @@ def _room(plan: Plan, arch: Architecture) -> list[str]:
 def _time(plan: Plan, arch: Architecture) -> list[str]:
     """Lines: FLOPs, speed and duration; for a GPU of linrnn.costs also MFU, GPU-hours, price and the largest batch."""
     config, trainer, gpu, steps = plan.config, plan.config.trainer, _gpu(plan), plan.total_steps
-    computed, found = kernel_flops(plan, arch), seconds_of_step(plan, arch)
+    computed = costs.kernel_flops(arch, config, plan.precision, plan.world_size)
+    found = seconds_of_step(plan, arch)
     needed = costs.model_flops(arch, plan.sequences_of_rank * trainer.accumulation_steps, trainer.seq_len)
     if computed is None or needed is None:
         return ["", f"FLOPs and time: {UNKNOWN}"]
@@ -150,21 +151,6 @@ def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float, unit: int
     return None if plan.memory_estimate(arch) is None else bisect_right(range(1, 4097), budget_bytes, key=peak)
 
 
-def kernel_flops(plan: Plan, arch: Architecture) -> dict[str, int] | None:
-    """FLOPs that each rank computes in one optimizer step, over all its micro-steps; None: no formulas."""
-    trainer, shared = plan.config.trainer, isinstance(plan.config.parallel, VocabConfig)
-    return costs.kernel_flops(
-        arch,
-        plan.sequences_of_rank * trainer.accumulation_steps,
-        trainer.seq_len,
-        plan.config.loss,
-        trainer.activation_checkpointing,
-        compute_dtype(plan.precision).itemsize,
-        plan.config.optimizer,
-        plan.shard_ranks if shared else 1,
-    )
-
-
 def _gpu(plan: Plan) -> costs.Gpu | None:
     """The GPU of the forecast: the one that `gpu` names, else this device; None if linrnn.costs does not know it."""
     if plan.config.gpu:
@@ -174,18 +160,9 @@ def _gpu(plan: Plan) -> costs.Gpu | None:
 
 def seconds_of_step(plan: Plan, arch: Architecture) -> tuple[float, float] | None:
     """Expected seconds of a step, and the share by which they may be too few; None: unknown FLOPs or peak rate."""
-    trainer, flops, gpu = plan.config.trainer, kernel_flops(plan, arch), _gpu(plan)
-    seconds = gpu and costs.step_seconds(
-        arch,
-        gpu,
-        sequences=plan.sequences_of_rank,
-        micro_steps=trainer.accumulation_steps,
-        seq_len=trainer.seq_len,
-        precision=plan.precision,
-        loss=plan.config.loss,
-        optimizer=plan.config.optimizer,
-        activation_checkpointing=trainer.activation_checkpointing,
-    )
+    run, gpu = (arch, plan.config, plan.precision, plan.world_size), _gpu(plan)
+    flops = costs.kernel_flops(*run)
+    seconds = gpu and costs.step_seconds(gpu, *run)
     if gpu and seconds:
         return seconds, costs.uncertainty(gpu)
     if plan.config.gpu:

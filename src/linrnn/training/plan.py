@@ -47,7 +47,7 @@ class Plan:
     @property
     def sequences_of_rank(self) -> int:
         """Sequences in one micro-step of one rank."""
-        return self.config.trainer.batch_size * self.config.parallel.data_ranks(self.world_size) // self.world_size
+        return steps.sequences_of_rank(self.config, self.world_size)
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,37 +101,15 @@ class Plan:
             )
         return resolve(self.config.model, self.config.size, vocab_size)
 
-    @property
-    def shard_ranks(self) -> int:
-        """Number of ranks that share one model."""
-        parallel = self.config.parallel
-        return parallel.ranks_of_model(self.world_size) if isinstance(parallel, FsdpConfig) else 1
-
     def training_state(self, arch: Architecture) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state on each rank."""
-        optimizer = self.config.optimizer
-        return costs.training_state(arch, self.precision, optimizer=optimizer, shard_ranks=self.shard_ranks)
+        return costs.training_state(arch, self.config, self.precision, self.world_size)
 
     def memory_estimate(self, arch: Architecture) -> costs.MemoryEstimate | None:
         """Expected memory of a step on each rank; None for a model or a loss without formulas, and for float8."""
-        trainer, parallel, shard_ranks = self.config.trainer, self.config.parallel, self.shard_ranks
-        if trainer.float8 != "none":
+        if self.config.trainer.float8 != "none":
             return None
-        return costs.memory_estimate(
-            arch,
-            batch_size=self.sequences_of_rank,
-            seq_len=trainer.seq_len,
-            precision=self.precision,
-            loss=self.config.loss,
-            activation_checkpointing=trainer.activation_checkpointing,
-            optimizer=self.config.optimizer,
-            # A replica's gradients lie in buckets that stay allocated, like gradients of an earlier micro-step.
-            accumulation_steps=max(trainer.accumulation_steps, 1 if shard_ranks > 1 else min(self.world_size, 2)),
-            shard_ranks=shard_ranks,
-            by_vocabulary=isinstance(parallel, VocabConfig),
-            blocks_together=parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1,
-            keep_gathered=isinstance(parallel, FsdpConfig) and parallel.keep_gathered,
-        )
+        return costs.memory_estimate(arch, self.config, self.precision, self.world_size)
 
 
 def make_plan(config: Config) -> Plan:
@@ -180,7 +158,8 @@ def make_training_plan(config: Config) -> Plan:
         check_vocabulary_parallel(config.loss)
     _ = plan.horizon  # raises for a run without an end, and for one that outlasts its schedule
     parallel, skipped, last = config.parallel, trainer.warmup_measurement_steps, plan.total_steps
-    sharded, shard_ranks = isinstance(parallel, FsdpConfig), plan.shard_ranks  # raises if the ranks form no groups
+    sharded = isinstance(parallel, FsdpConfig)
+    shard_ranks = parallel.ranks_of_model(world_size)  # raises if the ranks form no groups
     if config.gpu and not config.dry_run:
         cause = f"gpu={config.gpu} names the GPU of a forecast, and this is a run"
         raise ConfigError(cause, "use dry_run=true, or leave gpu out")
