@@ -359,3 +359,12 @@ def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path):
         )
         assert not [v for v in judged(of_runs) if v.value is not None and v.backend == "cce_kahan"]
     assert "**Warning**: the runs differ in device." in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("text_alone")
+def test_each_setting_has_the_baseline_that_ran_in_it(tmp_path):
+    """A compiled run on another text does not take eager's place where only eager ran."""
+    other = {"model": "kda", "vocab_size": 4096}
+    text = write_report([run("standard"), run("cce_kahan"), run("compiled", **other)], tmp_path, "g")[0].read_text()
+    assert "| validation loss, difference, nats | +0.0000 | - | 1 | gla | cce_kahan | standard |" in text
+    assert "has no finished run" not in text

@@ -138,7 +138,7 @@ def _at_fastest_batch(pair: Pair) -> list[Sample]:
     own, base = (_by_batch(pair, name) for name in (pair.backend, pair.against))
     common = sorted(own.keys() & base.keys())
     if len(common) < 2:
-        return [Sample(remarks=[f"not measured: needs {_BATCHES}"])]
+        return [Sample(remarks=[f"needs {_BATCHES}"])]
 
     def fastest(by_batch: Mapping[int, list[Run]]) -> int:
         return max(common, key=lambda batch: median(one.summary["tokens_per_second"] for one in by_batch[batch]))

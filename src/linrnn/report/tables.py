@@ -1,5 +1,6 @@
 """The tables of a report: results, runs, and what filters kept."""
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -79,11 +80,15 @@ def _beside_target(verdict: Verdict) -> str:
 # ------------------------------------------------------------------------------------------------------------- runs
 def of_runs(runs: Sequence[Run]) -> Table:
     """One row per run. Ratios are to the baseline's run of the same setting and seed."""
-    baseline = baseline_of(runs)
+    by_setting: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        by_setting[run.setting].append(run)
+    several = {setting: own for setting, own in by_setting.items() if len({run.summary["loss"] for run in own}) > 1}
     bases = {
-        (run.setting, run.summary["seed"]): run.summary
-        for run in runs
-        if run.summary["loss"] == baseline and run.usable
+        (setting, run.summary["seed"]): run.summary
+        for setting, own in several.items()
+        for run in own
+        if run.summary["loss"] == baseline_of(own) and run.usable
     }
 
     def place(entry: tuple[Run, str]) -> tuple[Any, ...]:

@@ -145,7 +145,7 @@ def judge(target: Target, model: str, backend: str, against: str | None, sample:
     """The result of a sample, with the count of pairs, if they are too few, the doubts and the remarks in words."""
     names, metric, setting = (target, model, backend, against), target.metric, sample.setting
     if not sample.values:
-        reason = _in_words(sample.remarks) or f"not measured: needs {metric.needs}"
+        reason = _in_words(sample.remarks) or f"needs {metric.needs}"
         return Verdict(*names, None, None, None, 0, NOT_MEASURED, setting, reason)
     found = estimate(sample.values, ratios=metric.ratio) if metric.by_chance else extent(sample.values)
     few = metric.by_chance and found.n < target.pairs

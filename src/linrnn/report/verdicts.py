@@ -21,12 +21,10 @@ def verdicts(
     Each result is about the setting that most losses share. Runs of two origins are left out.
 
     Args:
-        targets: empty: what every report compares, with the baseline that was run.
+        targets: empty: what every report compares, with the baseline that ran in the same setting.
         max_batches: as :mod:`linrnn.report.runs` reads them. Those of another origin are left out, and the result
             says so.
     """
-    if not targets:
-        targets = [replace(target, of=(baseline_of(runs),)) for target in COMPARISONS]
     kinds: dict[Kind, dict[tuple[Any, ...], dict[str, list[Run]]]] = defaultdict(lambda: defaultdict(dict))
     for run, name in zip(runs, backend_names([run.summary for run in runs]), strict=True):
         if run.usable:
@@ -36,8 +34,10 @@ def verdicts(
     for kind, by_setting in kinds.items():
         setting = max(by_setting, key=lambda one: (len(by_setting[one]), sum(map(len, by_setting[one].values()))))
         where, losses = _where(kind, kinds, _telling(setting, by_setting)), by_setting[setting]
+        baseline = baseline_of([run for own in losses.values() for run in own])
+        every = targets or [replace(one, of=(baseline,)) for one in COMPARISONS if baseline in losses]
         for backend, own in losses.items():
-            about = [one for one in targets if one.is_about(own[0].summary["loss"], own[0].summary["size"])]
+            about = [one for one in every if one.is_about(own[0].summary["loss"], own[0].summary["size"])]
             for against in [*dict.fromkeys(name for one in about for name in one.of if name != backend), None]:
                 asked = [one for one in about if (against is None if one.metric.alone else against in one.of)]
                 base = losses.get(against or "", [])

@@ -41,7 +41,7 @@ from linrnn.report.targets import (
     Target,
     read_targets,
 )
-from linrnn.report.verdicts import baseline_of, verdicts
+from linrnn.report.verdicts import verdicts
 from linrnn.runs.figures import host_decides
 from linrnn.runs.intervals import WITHIN
 from linrnn.runs.origins import commit_in_words
@@ -148,7 +148,7 @@ def in_markdown(
     warning, judged = origin_warning(runs), verdicts(runs, targets, max_batches) if targets else []
     found = Counter(v.verdict for v in judged)
     answers = [f"{found[word]} {word}" for word in (REACHED, NOT_REACHED, INCONCLUSIVE, NOT_MEASURED) if found[word]]
-    columns = [*COLUMNS, f"Ratios are to `{baseline_of(runs)}` of the same setting and seed."]
+    columns = [*COLUMNS, "Ratios are to the baseline's run of the same setting and seed, which has the ratio 1."]
     lines = [
         *(f"# {title}", "", *_listed(opening(runs)), ""),
         *([f"**Warning**: {warning}.", ""] if warning else []),
