@@ -1,1 +1,1 @@
-"""Helpers that every package uses: errors, output, files, locks, signals, and what the machine has free."""
+"""Helpers that every package uses: errors, output, files, signals, and what the machine has free."""

@@ -111,7 +111,7 @@ def kernel_flops(arch: Architecture, config: Config, precision: str, ranks: int 
     forward = forward_flops(arch, sequences * trainer.accumulation_steps, trainer.seq_len)
     if forward is None:
         return None
-    shards = vocabulary_shards(config.parallel, ranks)
+    shards = ranks_of_vocabulary(config.parallel, ranks)
     tokens, rows = sequences * trainer.seq_len * shards, -(-arch.vocab_size // shards)
     of_shard = tokens, arch.hidden_size, rows, FP32 if precision == "fp32" else BF16
     computed, backend = over_shards(loss) if shards > 1 else loss, find_loss(loss.name)
@@ -124,6 +124,6 @@ def kernel_flops(arch: Architecture, config: Config, precision: str, ranks: int 
     return {**found, "update": update_flops(arch, config.optimizer)}
 
 
-def vocabulary_shards(parallel: ParallelConfig, ranks: int) -> int:
+def ranks_of_vocabulary(parallel: ParallelConfig, ranks: int) -> int:
     """Number of ranks that share the vocabulary."""
     return parallel.ranks_of_model(ranks) if isinstance(parallel, VocabConfig) else 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from linrnn.config.schema import Config, FsdpConfig, LossConfig, MuonConfig
 from linrnn.config.steps import sequences_of_rank
-from linrnn.costs.flops import vocabulary_shards
+from linrnn.costs.flops import ranks_of_vocabulary
 from linrnn.losses.base import BF16, FP32, Bytes
 from linrnn.losses.cce import over_shards
 from linrnn.losses.registry import find_loss
@@ -99,7 +99,7 @@ def memory_estimate(arch: Architecture, config: Config, precision: str, ranks: i
     kept, compute = BF16 if precision == "bf16" else FP32, FP32 if precision == "fp32" else BF16
     autocast, tokens = precision == "bf16_autocast", sequences_of_rank(config, ranks) * trainer.seq_len
     layers, d, mixing = arch.num_layers, arch.hidden_size, facts_of(arch.model).mixer
-    sharded, shards = parallel.ranks_of_model(ranks) > 1, vocabulary_shards(parallel, ranks)
+    sharded, shards = parallel.ranks_of_model(ranks) > 1, ranks_of_vocabulary(parallel, ranks)
     blocks_together = parallel.blocks_together if isinstance(parallel, FsdpConfig) else 1
     keep_gathered = isinstance(parallel, FsdpConfig) and parallel.keep_gathered
     gathered = (FP32 if autocast and arch.keeps_fp32 else compute) if sharded else 0  # bytes of an element of a block

@@ -10,11 +10,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from linrnn.config.naming import HORIZON
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import ConfigError, LinrnnError
 from linrnn.core.files import read_object, storing, write_text
-from linrnn.core.locks import SIGN, DirectoryLock
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
 from linrnn.runs.origins import Process, read_processes, settled
@@ -27,6 +28,8 @@ SUMMARY = "summary.json"
 LOG = "train.log"
 PICTURE = "progress.png"
 CHECKPOINTS = "checkpoints"
+LOCK = ".lock"  # the system releases it when the process ends, in whatever way it ends
+PATIENCE = 1.0  # seconds that an opener waits: somebody may hold the lock for a moment, to ask whether it is taken
 ASIDE = "trainer.resume=never moves the old run aside and starts again"
 
 
@@ -47,7 +50,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
         self.path = path
-        self._lock = DirectoryLock(path)
+        self._lock = FileLock(path / LOCK, thread_local=False)
         self._identity, self._resume = identity, resume
         self._is_new = False  # made by this process
         self._check()
@@ -62,10 +65,11 @@ class RunDirectory:
         with storing(self.path):
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            locked = self._lock.take()
-        if not locked:
-            remedy = f"wait for it, or use {self.another_name} for another run"
-            raise ConfigError(f"another process is writing to {self.path}", remedy)
+            try:
+                self._lock.acquire(timeout=PATIENCE, poll_interval=0.01)
+            except Timeout:
+                remedy = f"wait for it, or use {self.another_name} for another run"
+                raise ConfigError(f"another process is writing to {self.path}", remedy) from None
         try:
             self._check()
         except LinrnnError:
@@ -82,7 +86,7 @@ class RunDirectory:
             StorageError: a file cannot be written.
         """
         if self._resume == "never" and not self._is_new:
-            of_old, self._lock = self._lock, DirectoryLock(self.path)
+            of_old, self._lock = self._lock, FileLock(self.path / LOCK, thread_local=False)
             try:
                 with storing(self.path):
                     say(f"moved the existing run to {self.path.rename(_unused(self.path, '.', 1))}")
@@ -120,13 +124,19 @@ class RunDirectory:
 
     def in_use(self) -> bool:
         """Whether another process has the directory open. Asking keeps nobody from opening it."""
-        return self._lock.taken()
+        if not (self.path / LOCK).exists():
+            return False
+        try:
+            with FileLock(self.path / LOCK, timeout=0):
+                return False
+        except Timeout:
+            return True
 
     def close(self) -> None:
         """Release the directory. If this process made it and left it empty, it is removed."""
-        if self._is_new and [path.name for path in self.path.glob("*")] == [SIGN]:
+        if self._is_new and [path.name for path in self.path.glob("*")] == [LOCK]:
             with contextlib.suppress(OSError):
-                (self.path / SIGN).unlink()
+                (self.path / LOCK).unlink()
                 self.path.rmdir()
         self._lock.release()
 

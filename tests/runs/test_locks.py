@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from linrnn.core.errors import ConfigError
-from linrnn.core.locks import DirectoryLock
 from linrnn.runs.directory import RunDirectory
 
 
@@ -30,17 +29,26 @@ def run_directory(path: Path, resume: str = "auto") -> RunDirectory:
 
 
 def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path):
-    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
-    assert not second.taken()
-    assert first.take()
-    assert not second.take()
-    assert in_a_child(lambda: DirectoryLock(tmp_path).taken())
-    assert not in_a_child(lambda: DirectoryLock(tmp_path).take())
-    first.release()
-    first.release()
-    assert in_a_child(lambda: DirectoryLock(tmp_path).take())
-    assert not second.taken(), "the owner has died"
-    assert not DirectoryLock(tmp_path / "not" / "yet").taken()
+    path = tmp_path / "run"
+
+    def opens() -> bool:
+        try:
+            run_directory(path).open()
+        except ConfigError as error:
+            return "another process" not in error.cause
+        return True
+
+    first, second = run_directory(path), run_directory(path)
+    assert not second.in_use(), "it is not there yet"
+    first.open()
+    first.begin("")
+    assert not opens()
+    assert not in_a_child(opens)
+    assert in_a_child(second.in_use)
+    first.close()
+    first.close()
+    assert in_a_child(opens)
+    assert not second.in_use(), "the owner has died"
 
 
 def test_asking_again_and_again_refuses_no_opener(tmp_path):
