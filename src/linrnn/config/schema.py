@@ -365,7 +365,7 @@ class TensorboardLoggerConfig(LoggerConfig):
 
 @dataclass
 class ParallelConfig:
-    """One device, one process. Subclasses spread a run over several."""
+    """One process on one device. The other options use several GPUs, with a process for each."""
 
     name: str = plain_name()
 

@@ -289,9 +289,9 @@ def _prepare_markov(config: MarkovDataConfig, say: Say) -> PreparedData:
 
     directory = _prepared(config, recipe, write, say)
     floor = chain.entropy_rate(reset_at_document=config.reset_at_document)
-    what = f"generated text of {config.vocab_size:,} tokens' vocabulary"
+    what = f"generated text with a vocabulary of {config.vocab_size:,}"
     meaning = _key([recipe["source"], config.vocab_size])
-    of_loss = f"no model can go below {floor:.4f} nats"
+    of_loss = f"no model reaches a loss below {floor:.4f} nats"
     return _open(directory, what, of_loss, token_fingerprint=meaning, entropy_floor_nats=floor)
 
 

@@ -21,7 +21,7 @@ from linrnn.runs.summary import duration, memory_lines
 from linrnn.training.plan import Plan, check_step_fits, make_training_plan
 from linrnn.training.runtime import device_name
 
-UNKNOWN = "unknown: linrnn.costs has no formulas for this model or loss"
+UNKNOWN = "unknown, without formulas for this model or loss"
 
 
 def print_forecast(config: Config) -> None:
@@ -96,8 +96,8 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         return ["", f"FLOPs and time: {UNKNOWN}"]
     lines = [
         "",
-        f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} by the model's definition (MFU), "
-        f"{sum(computed.values()):.3e} with what is computed again",
+        f"FLOPs per step{' and rank' * (plan.world_size > 1)}: {needed:.3e} of the model (as MFU counts), "
+        f"{sum(computed.values()):.3e} with recomputation",
     ]
     if found is None:
         return [*lines, f"  time: {UNKNOWN if gpu else 'not estimated: the peak rate of this device is not known'}"]
@@ -122,15 +122,19 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
         batch = largest_batch(plan, arch, min(gpu.memory_bytes, (config.memory_budget_gib or math.inf) * GIB), unit)
         most = UNKNOWN if batch is None else f"trainer.batch_size={unit * batch}, without fragmentation"
         more = [f"  largest batch  {most}"]
-        within = "9 of 10 steps measured on H100s and H200s lie within it"
-        basis = f"{off:.0%}: {within if gpu.is_measured else 'nothing was measured on this GPU'}" if off < 1 else basis
+        within = "9 of 10 steps measured on H100s and H200s lie in it"
+        basis = (
+            f"{off:.0%} either way; {within if gpu.is_measured else 'nothing was measured on this GPU'}"
+            if off < 1
+            else basis
+        )
     return [
         *lines,
         f"  a step         {step}",
         f"  speed          {speed}",
         f"  the whole run  {whole}",
         *more,
-        f"  the range of times is {basis}",
+        f"  range of times: {basis}",
         *(["  several GPUs: the time of their communication is left out"] if plan.world_size > 1 else []),
     ]
 

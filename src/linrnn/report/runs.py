@@ -158,11 +158,9 @@ def find_group(results: Path, name: str) -> tuple[list[Run], Path]:
     if (report / COMMITTED).exists():
         return read_committed(report), report
     here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
-    reports = sorted(path.parent.name for path in results.glob(f"{REPORTS}/*/{COMMITTED}"))
-    raise DataError(
-        f"{results} holds no run and no committed report of group={name}",
-        f"name another group. With runs: {', '.join(here) or 'none'}. Committed: {', '.join(reports) or 'none'}",
-    )
+    reports = list(results.glob(f"{REPORTS}/*/{COMMITTED}"))
+    there = f"With runs: {', '.join(here) or 'none'}; {len(reports)} of the study in {results / REPORTS}"
+    raise DataError(f"{results} holds no run and no committed report of group={name}", f"name another group. {there}")
 
 
 def read_runs(group: Path) -> list[Run]:

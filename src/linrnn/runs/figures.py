@@ -58,7 +58,7 @@ def uneven_steps(summary: Mapping[str, Any]) -> str | None:
     median, host, wall = (summary.get(key) for key in ("step_time_ms_median", "host_step_ms", "wall_step_ms"))
     if not median or host is None or wall is None or abs((ratio := (wall - host) / median) - 1) <= UNEVEN:
         return None
-    return f"the mean step, which tokens/s follow from, takes {ratio:.2f} times the median, as beside a busy process"
+    return f"the mean step takes {ratio:.2f} times the median, as on a busy machine; tokens/s follow from the mean"
 
 
 def memory_of_run(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
