@@ -76,18 +76,19 @@ def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(number, at_s
     assert validated == [2, 4], "the validation that was cut short is made up for"
 
 
-def test_out_of_memory_in_the_last_validation_leaves_a_checkpoint(small, monkeypatch):
+@pytest.mark.parametrize("at_step", [2, 3])
+def test_out_of_memory_in_a_validation_leaves_a_checkpoint(at_step, small, monkeypatch):
     def failing(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 1 EiB")
 
     monkeypatch.setattr(trainer_module, "evaluate", failing)
-    trainer = Trainer(load_config(small()))
-    with pytest.raises(OutOfMemoryError, match="in the validation after step 3"):
+    trainer = Trainer(load_config(small(f"trainer.valid_every={at_step}")))
+    with pytest.raises(OutOfMemoryError, match=f"in the validation after step {at_step}"):
         trainer.fit()
     summary = summary_of(trainer)
-    assert (summary["status"], summary["steps"]) == ("out_of_memory", 3)
+    assert (summary["status"], summary["steps"]) == ("out_of_memory", at_step)
     assert summary["train_loss_nats"] > 0
-    assert [path.name for path in found(trainer.directory.checkpoints)] == ["step_00000003"]
+    assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
 
 
 def test_a_signal_while_the_summary_is_written_does_not_lose_it(small, monkeypatch, deadly):

@@ -14,7 +14,7 @@ import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import DivergedError, InterruptedRun, StorageError
+from linrnn.core.errors import DivergedError, InterruptedRun, StorageError, as_reason
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import seconds_since_start
@@ -204,9 +204,11 @@ class Trainer:
         together = failure is None or isinstance(failure, InterruptedRun | DivergedError)  # at this very step
         if together or (self.ranks.world_size == 1 and not isinstance(failure, KeyboardInterrupt)):
             try:
+                if self._validating and status == "out_of_memory" and self.config.trainer.checkpoint_every != 0:
+                    self.save()  # a validation changes nothing of the state after its step
                 self.checkpointer.wait()  # the last good checkpoint may still be being written
-            except StorageError as error:
-                self.log.line(f"error: {error.cause}")
+            except Exception as error:
+                self.log.line(f"error: {as_reason(error)}")
         summary = self.log.summary(self.step, self.continues, status, failure, evaluation, together=together)
         if together:
             self.ranks.end_together()
