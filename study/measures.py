@@ -17,9 +17,9 @@ from linrnn.report.plot_style import in_words, loss_of
 from linrnn.report.runs import read_committed
 from linrnn.report.targets import Verdict
 from linrnn.report.verdicts import EXACT
-from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, CRITERIA, FOLDERS, verdicts
 from study.searches import Key, Search, batch_ratios, searches_on_the_h100
+from study.step_parts import parts_of_step
 from study.step_speed import filter_speeds, speed_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

@@ -18,9 +18,9 @@ from linrnn.report.curves import difference
 from linrnn.report.plot_style import COLOURS, GREY, LOSSES, PALE, Look, legend_below, looks, loss_of, subplots
 from linrnn.report.plots import band, named
 from linrnn.report.verdicts import EXACT
-from linrnn.runs.step_parts import parts_of_step
 from study.criteria import CONTROL, FINAL_LOSS, FOLDERS
 from study.measures import GIB, RESULTS, beside_compiled, claim, rows_in, searches, told
+from study.step_parts import parts_of_step
 from study.step_speed import CHECKPOINTING
 from study.tables import gain, pairs, rows_of, runs_of
 
@@ -115,7 +115,7 @@ def draw_parts(axes: Any, steps: Mapping[str, Mapping[str, float]]) -> dict[str,
     """The time of a step by part, a bar a model; returns what a legend shows. A segment's label is its share.
 
     Args:
-        steps: a model in words -> seconds by part (:func:`linrnn.runs.step_parts.parts_of_step`).
+        steps: a model in words -> seconds by part (:func:`study.step_parts.parts_of_step`).
     """
     bars: dict[str, Any] = {}
     for place, parts in enumerate(steps.values()):

@@ -15,9 +15,8 @@ from linrnn import commands
 from linrnn.config import load_config
 from linrnn.config.schema import BreakdownConfig
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.breakdown import check_parts, sum_of_inputs
+from linrnn.experiments.breakdown import check_parts, seconds_of_steps, share_of_step, sum_of_inputs
 from linrnn.profiling.components import PROJECTIONS, PartClock, projections
-from linrnn.runs.step_parts import shares_of_step
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -90,7 +89,7 @@ def test_a_breakdown_is_written_and_stands_measured_beside_formula(small, tmp_pa
         assert 0 < float(cells[f"of it {part}"][0]) < float(cells["mixer"][0])
     assert "host" in cells
     assert [one.keys() == breakdown["steps"][0].keys() for one in breakdown["steps"]] == [True, True]
-    share = shares_of_step(breakdown)["mlp"]
+    share = share_of_step(seconds_of_steps(breakdown["steps"]), "mlp")
     assert cells["mlp"][3].strip() == f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
     assert "the median over 2 steps of one process" in text
 

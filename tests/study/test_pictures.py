@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 
 from linrnn.runs.intervals import Estimate
-from linrnn.runs.step_parts import parts_of_step, shares_of_step
 from study import pictures
+from study.step_parts import parts_of_step, shares_of_step
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from linrnn.losses import LossOutput
 from linrnn.models.architecture import Architecture
 from linrnn.profiling.components import PROJECTIONS, PartClock
 from linrnn.runs.environment import describe_environment
-from linrnn.runs.step_parts import REST, seconds_of_steps, share_of_step
+from linrnn.runs.intervals import Estimate, estimate
 from linrnn.runs.summary import names_of_run
 from linrnn.training.plan import Plan
 from linrnn.training.runtime import device_name
@@ -25,6 +26,7 @@ from linrnn.training.runtime import device_name
 SCAN = "mixer/scan"  # all of a mixer but its linear layers: recurrence or attention, convolutions, gates, norms
 PASSES = ("forward", "backward", "recomputed")
 TIMED = ("embedding", "norms", "mixer", "mlp", "loss")
+STEP, HOST, REST = "step", "host", "the rest"  # the first two are no parts of a step
 STATE = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -122,6 +124,29 @@ def median(times: Iterable[dict[str, float]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def seconds_of_steps(timed: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    """Seconds by part of every timed step, all passes together, with what no part holds."""
+    found = []
+    for step in timed:
+        seconds: dict[str, float] = defaultdict(float)
+        for name, value in step.items():  # `part/pass`
+            seconds[name.rpartition("/")[0] or name] += value
+        found.append({**seconds, REST: parts_of(seconds)[REST]})
+    return found
+
+
+def parts_of(times: dict[str, float]) -> dict[str, float]:
+    """Seconds by part, which do not overlap: of the mixers their projections and their scan, where these are there."""
+    divided = {name.split("/")[0] for name in times if "/" in name}
+    parts = {name: seconds for name, seconds in times.items() if name not in {STEP, HOST, REST} | divided}
+    return {**parts, REST: times[STEP] - sum(parts.values())}
+
+
+def share_of_step(steps: list[dict[str, float]], part: str) -> Estimate:
+    """A part's share of :func:`seconds_of_steps`: the median over the steps, and its 90 % interval."""
+    return estimate([seconds[part] / seconds[STEP] for seconds in steps], ratios=False)
+
+
 def _memory(plan: Plan, arch: Architecture, measured: dict[str, int | None]) -> dict[str, dict[str, int | None]]:
     estimate = plan.memory_estimate(arch)
     formula = dict[str, int | None](plan.training_state(arch) if estimate is None else estimate.components())
@@ -167,7 +192,7 @@ def _memory_table(b: dict[str, Any]) -> str:
 
 
 def _time_table(b: dict[str, Any]) -> str:
-    timed = seconds_of_steps(b)
+    timed = seconds_of_steps(b["steps"])
 
     def share(part: str) -> str:
         """Of the step, with the 90 % interval over the timed steps where there is one."""
