@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.problems import KINDS, Problem, extra_mib, make_problem, parse_shape, time_ms
-from linrnn.config.compose import add_command
-from linrnn.config.schema import option
+from linrnn.config.schema import COMMANDS, option
 from linrnn.core.errors import ConfigError
 from linrnn.core.output import say
 
@@ -49,7 +48,7 @@ class BenchConfig(common.Keys):
     warmup: int = option(5, "calls of each version before the timed ones", minimum=4)
 
 
-add_command("bench_before_after", BenchConfig)
+COMMANDS["bench_before_after"] = BenchConfig
 
 
 @dataclass

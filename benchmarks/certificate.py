@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.problems import DTYPES, Shape, Solution, make_problem, parse_shape, relative_error, solve, without_tf32
-from linrnn.config.compose import add_command
+from linrnn.config.schema import COMMANDS
 from linrnn.config.schema import option as key
 from linrnn.core.errors import as_reason
 from linrnn.core.output import say
@@ -74,7 +74,7 @@ class BenchConfig(common.Keys):
     dtypes: list[str] = key([*DTYPES], "of the products")
 
 
-add_command("certificate", BenchConfig)
+COMMANDS["certificate"] = BenchConfig
 
 
 @dataclass

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from linrnn.config import CONFIG_DIR, last_of_each, load_config
-from linrnn.config.compose import add_command
-from linrnn.config.schema import Config, option
+from linrnn.config.schema import COMMANDS, Config, option
 from linrnn.core.errors import LinrnnError
 from linrnn.core.output import say
 from linrnn.data import prepare
@@ -56,7 +55,7 @@ class BenchConfig(common.Keys):
     repeats: int = option(5, "runs of every line, the lines in turn", minimum=1)
 
 
-add_command("bench_first_step", BenchConfig)
+COMMANDS["bench_first_step"] = BenchConfig
 
 
 @dataclass

@@ -28,8 +28,7 @@ from benchmarks.loss_pictures import kind_in_words, of_libraries, on_named_shape
 from benchmarks.loss_rows import AGAIN, BAR, BASELINE, FLOOR, Row, read_rows
 from benchmarks.problems import DTYPES, KINDS, Problem, Shape, Solution
 from linrnn.config import cli
-from linrnn.config.compose import add_command
-from linrnn.config.schema import LossConfig, option
+from linrnn.config.schema import COMMANDS, LossConfig, option
 from linrnn.core.errors import DataError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.output import say
@@ -72,7 +71,7 @@ class BenchConfig(common.Keys):
     warmup: int = option(2, "calls before the timed ones, for compiling and tuning kernels", minimum=1)
 
 
-add_command("bench_loss", BenchConfig)
+COMMANDS["bench_loss"] = BenchConfig
 
 
 # ------------------------------------------------------------------------------------------------------ measuring

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common, problems
 from benchmarks.problems import DTYPES
-from linrnn.config.compose import add_command
-from linrnn.config.schema import LossConfig, option
+from linrnn.config.schema import COMMANDS, LossConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
@@ -67,7 +66,7 @@ class BenchConfig(common.Keys):
     warmup: int = option(2, "steps of every loss before the timed ones, which compile and tune kernels", minimum=1)
 
 
-add_command("bench_models", BenchConfig)
+COMMANDS["bench_models"] = BenchConfig
 
 
 @dataclass

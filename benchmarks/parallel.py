@@ -23,8 +23,7 @@ from benchmarks import common
 from benchmarks.problems import time_ms
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import cli, load_config
-from linrnn.config.compose import add_command
-from linrnn.config.schema import Config, option
+from linrnn.config.schema import COMMANDS, Config, option
 from linrnn.core.errors import ConfigError, UnsupportedError, ran_out_of_memory
 from linrnn.core.machine import GIB
 from linrnn.core.output import say
@@ -60,7 +59,7 @@ class BenchConfig(common.Keys):
     cuda_graph: bool = option(False, "true: every step replays a CUDA graph (trainer.cuda_graph); not for ddp")
 
 
-add_command("bench_parallel", BenchConfig)
+COMMANDS["bench_parallel"] = BenchConfig
 
 
 # ----------------------------------------------------------------------------------------------------------- rows

@@ -41,8 +41,7 @@ from benchmarks.steps_rows import (
 )
 from benchmarks.training_step import TrainingStep, random_batch
 from linrnn.config import load_config
-from linrnn.config.compose import add_command
-from linrnn.config.schema import Config, FlaModelConfig, LossConfig, MarkovDataConfig, option
+from linrnn.config.schema import COMMANDS, Config, FlaModelConfig, LossConfig, MarkovDataConfig, option
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.machine import GIB
@@ -100,7 +99,7 @@ class BenchConfig(common.Keys):
     warmup: int = option(2, "first steps of every loss, which compile and tune kernels", minimum=1)
 
 
-add_command("bench_steps", BenchConfig)
+COMMANDS["bench_steps"] = BenchConfig
 
 
 # ------------------------------------------------------------------------------------------------- a line's meaning

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
-from linrnn.config.compose import add_command, compose_config, menu_of, options_of
+from linrnn.config.compose import compose_config, menu_of, options_of
 from linrnn.config.manual import manual_of, manual_of_command
 from linrnn.config.schema import COMMANDS, MUST_BE_GIVEN, SCHEMAS, option
 from linrnn.core.errors import ConfigError
@@ -192,7 +192,6 @@ def test_a_command_of_another_package_is_a_dataclass(monkeypatch):
         output: str = option(MUST_BE_GIVEN, "where rows go", path="written")
 
     monkeypatch.setitem(COMMANDS, "bench_of_mine", Bench)
-    add_command("bench_of_mine", Bench)
     config = load_config(["shapes=[a,b]", "output=it's, here"], "bench_of_mine")
     assert config == Bench(shapes=["a", "b"], output="it's, here")
     for overrides, cause in {

@@ -29,10 +29,10 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
             yield key, config, field
 
 
-def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
-    """The `count` valid names most like `name`; a name that contains it or is contained in it comes first."""
+def nearest(name: str, valid: Sequence[str]) -> list[str]:
+    """The three valid names most like `name`; a name that contains it or is contained in it comes first."""
     ranked = sorted(valid, key=lambda v: -difflib.SequenceMatcher(None, name, v).ratio() - (name in v or v in name))
-    return ranked[:count]
+    return ranked[:3]
 
 
 def validate(config: Any) -> None:

@@ -52,16 +52,6 @@ def offer(group: str, values: Any, about: str) -> None:
     _composed.cache_clear()
 
 
-def add_command(name: str, schema: type) -> None:
-    """Add a command without groups: `load_config(overrides, name)` then gives a `schema`.
-
-    Args:
-        schema: a dataclass whose every field is an :func:`linrnn.config.schema.option`.
-    """
-    COMMANDS[name] = schema
-    _composed.cache_clear()
-
-
 def options_of(group: str) -> list[str]:
     """The names that `group=NAME` takes, sorted."""
     return sorted({path.stem for path in (CONFIG_DIR / group).glob("*.yaml")} | SCHEMAS.get(group, {}).keys() - {""})

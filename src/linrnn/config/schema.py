@@ -611,8 +611,7 @@ class RunsConfig:
     results_dir: str = option("results", "directory of all groups", path="read")
 
 
-# The schema of each command, by its name. A command with groups has a menu, configs/<name>.yaml. Benchmarks add theirs
-# with linrnn.config.compose.add_command.
+# The schema of each command, by its name. A command with groups has a menu, configs/<name>.yaml. Benchmarks add theirs.
 COMMANDS: dict[str, type] = {
     "train": Config,
     "evaluate": EvaluateConfig,

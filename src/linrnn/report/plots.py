@@ -59,9 +59,7 @@ def _panel(run: Run) -> tuple[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------------- loss curves
-def loss_curves(
-    runs: Sequence[Run], title: str = "Do the losses train the same model?", margin: float | None = None
-) -> Any:
+def loss_curves(runs: Sequence[Run], margin: float | None = None) -> Any:
     """Training losses; below them each loss's difference from the baseline of the same seed. One column per model.
 
     For each model only the setting that most runs share is drawn, because curves of different settings cannot be
@@ -98,7 +96,7 @@ def loss_curves(
         bottom.set_xlabel("optimizer step")
     grid[0][0].set_ylabel("training loss, nats per token")
     grid[1][0].set_ylabel(f"difference from\n{baseline}, nats")
-    figure.suptitle(title)
+    figure.suptitle("Do the losses train the same model?")
     seeds = "Bands: lowest to highest seed. " if len({run.summary["seed"] for run in runs}) > 1 else ""
     grey = "" if margin is None else f"Grey: ±{margin:g} nats."
     legend_below(figure, lines, f"Means over {SMOOTHED_STEPS} steps. {seeds}{grey}".strip())
