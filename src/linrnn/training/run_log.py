@@ -211,9 +211,8 @@ class RunLog:
         loss, grad_norm = values["train/loss_nats"], values["train/grad_norm"]
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise DivergedError(
-                f"step {record.step}: loss {loss}, gradient norm {grad_norm}",
-                "lower optimizer.lr or optimizer.max_grad_norm, or raise schedule.warmup_steps; the last good "
-                "checkpoint is kept",
+                f"step {record.step}: loss {loss:.4f}, gradient norm {grad_norm:.4f}",
+                "lower optimizer.lr or optimizer.max_grad_norm, or raise schedule.warmup_steps; checkpoints stay",
             )
         self.recent_losses.append(loss)
         self.speed.arrived(record.number_here)
