@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.runs.directory import RunDirectory
 
@@ -25,7 +26,8 @@ def in_a_child(action: Callable[[], bool]) -> bool:
 
 
 def run_directory(path: Path, resume: str = "auto") -> RunDirectory:
-    return RunDirectory(path, identity={"seed": 0}, resume=resume)
+    place = [f"results_dir={path.parent.parent}", f"group={path.parent.name}", f"run_name={path.name}"]
+    return RunDirectory(load_config([*place, f"trainer.resume={resume}"]))
 
 
 def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path):
@@ -41,7 +43,7 @@ def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path):
     first, second = run_directory(path), run_directory(path)
     assert not second.in_use(), "it is not there yet"
     first.open()
-    first.begin("")
+    first.begin()
     assert not opens()
     assert not in_a_child(opens)
     assert in_a_child(second.in_use)
@@ -55,7 +57,7 @@ def test_asking_again_and_again_refuses_no_opener(tmp_path):
     path, done = tmp_path / "run", threading.Event()
     first = run_directory(path)
     first.open()
-    first.begin("")
+    first.begin()
     first.close()
 
     def ask() -> None:
@@ -80,14 +82,14 @@ def test_a_run_that_is_moved_aside_is_locked_meanwhile(tmp_path):
     path = tmp_path / "run"
     owner = run_directory(path)
     owner.open()
-    owner.begin("")
+    owner.begin()
     other = run_directory(path, resume="never")
     with pytest.raises(ConfigError, match="another process"):
         other.open()
     assert not (tmp_path / "run.1").exists()
     owner.close()
     other.open()
-    other.begin("")
+    other.begin()
     assert run_directory(path).in_use()
     other.close()
     assert (tmp_path / "run.1").is_dir()

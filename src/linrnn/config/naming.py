@@ -135,6 +135,11 @@ def run_name(config: Config, world_size: int = 1) -> str:
     return name
 
 
+def place_of(config: Config, world_size: int = 1) -> Path:
+    """The run's directory: `results/<group>/<run_name>`."""
+    return Path(config.results_dir) / config.group / run_name(config, world_size)
+
+
 def defaults_of(config: Config) -> dict[str, Any]:
     """Every key with its default value, under the options that a configuration chose."""
     return _defaults(*(f"{group}={getattr(config, group).name}" for group in _GROUPS))

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from bisect import bisect_right
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
 from linrnn import costs
-from linrnn.config import run_name
+from linrnn.config import place_of
 from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, cores, ranks_here, size_in_words
@@ -50,7 +49,7 @@ def _run(plan: Plan, arch: Architecture) -> list[str]:
     heads = f"{heads}MLP {arch.intermediate_size}, " if arch.matched else ""
     return [
         f"{arch.model} x {arch.size} x {config.loss.name}, {plan.precision} on {where}",
-        f"  would be written to {Path(config.results_dir) / config.group / run_name(config, plan.world_size)}",
+        f"  would be written to {place_of(config, plan.world_size)}",
         f"  {plan.total_steps:,} steps of {plan.tokens_per_step:,} tokens, "
         f"{plan.total_steps * plan.tokens_per_step:,} in all",
         f"  {arch.num_layers} layers, width {arch.hidden_size}, {heads}vocabulary {arch.vocab_size:,}",

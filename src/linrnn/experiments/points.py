@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linrnn.config import CONFIG_DIR, identity, last_of_each, load_config, run_name, to_yaml
+from linrnn.config import CONFIG_DIR, last_of_each, load_config, place_of
 from linrnn.config.naming import HORIZON
 from linrnn.config.schema import Config, TextDataConfig, leaves
 from linrnn.config.steps import ending_at, last_step
@@ -60,7 +60,7 @@ class Point:
             ConfigError: it holds a run of another configuration.
         """
         resume = "must" if self.config.trainer.resume == "must" else "auto"
-        return RunDirectory(self.directory, identity=identity(self.config, self.ranks), resume=resume)
+        return RunDirectory(self.config, self.ranks, resume)
 
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
@@ -94,8 +94,7 @@ def point_of(overrides: Sequence[str], ranks: int = 1, label: str = "") -> Point
             f"{ranks} ranks, and parallel=none is a run of one process",
             "add parallel=fsdp, ddp or vocab, or use one rank",
         )
-    directory = Path(config.results_dir) / config.group / run_name(config, ranks)
-    steps = last_step(config, ranks)
+    directory, steps = place_of(config, ranks), last_step(config, ranks)
     return Point(tuple(last_of_each(overrides)), config, directory, label or directory.name, ranks, steps)
 
 
@@ -297,7 +296,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
                 if record.get("train/tokens") is not None:
                     summary |= {"steps": record["step"], "tokens": record["train/tokens"]}
         if not directory.resumed:
-            directory.begin(to_yaml(point.config))
+            directory.begin()
         if status != "unsupported" or not summary["steps"]:
             directory.write_json(SUMMARY, summary)
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from linrnn.config import Config, identity, place_of, to_yaml
 from linrnn.config.naming import HORIZON
 from linrnn.core.dates import utc_now
 from linrnn.core.errors import ConfigError, LinrnnError
@@ -40,18 +41,18 @@ class RunDirectory:
     every byte.
 
     Args:
-        path: the directory.
-        identity: every key that two runs in one directory must share, flattened.
-        resume: `auto` (continue an existing run), `never` (move it aside), `must` (fail without one).
+        world_size: processes that share the run.
+        resume: instead of `trainer.resume`.
 
     Raises:
         ConfigError: the directory holds another configuration, or `must` finds no run.
     """
 
-    def __init__(self, path: Path, *, identity: dict[str, Any], resume: str) -> None:
-        self.path = path
-        self._lock = FileLock(path / LOCK, thread_local=False)
-        self._identity, self._resume = identity, resume
+    def __init__(self, config: Config, world_size: int = 1, resume: str | None = None) -> None:
+        self.path = place_of(config, world_size)
+        self._lock = FileLock(self.path / LOCK, thread_local=False)
+        self._config, self._identity = config, identity(config, world_size)
+        self._resume = resume or config.trainer.resume
         self._is_new = False  # made by this process
         self._check()
 
@@ -76,8 +77,8 @@ class RunDirectory:
             self.close()
             raise
 
-    def begin(self, config_yaml: str) -> None:
-        """Write the run's identity, and `config_yaml` for people. With `never`, the existing run is moved aside first.
+    def begin(self) -> None:
+        """Write the run's identity and, for people, its configuration. With `never` move the existing run aside first.
 
         The summary of an earlier process is deleted: it would be false if this process were killed.
 
@@ -94,7 +95,7 @@ class RunDirectory:
                 of_old.release()
             self.open()
         self.write_json(IDENTITY, self._identity)
-        self.write_text(CONFIG, config_yaml)
+        self.write_text(CONFIG, to_yaml(self._config))
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def begin_process(self, process: Process) -> None:
@@ -157,7 +158,7 @@ class RunDirectory:
             raise ConfigError(
                 f"{self.path} holds a run whose schedule ends at step {its_end}, and this command's ends at step "
                 f"{end}: its learning rate would jump",
-                f"{own}{self.taking_over(here['init_from'])} trains on from its state under the new schedule; "
+                f"{own}{self.taking_over} trains on from its state under the new schedule; "
                 f"{self.another_name} begins another run; {ASIDE}",
             )
         if changed:
@@ -171,10 +172,11 @@ class RunDirectory:
         """The overrides that give a command a directory of its own beside this one."""
         return f"run_name={_unused(self.path, '-', 2).name}" + (" trainer.resume=auto" * (self._resume == "must"))
 
-    def taking_over(self, init_from: str | None) -> str:
-        """The overrides with which another run, whose command has `init_from`, takes over this one's state."""
+    @property
+    def taking_over(self) -> str:
+        """The overrides with which this command's run takes over the state of the one that is there, elsewhere."""
         source = shlex.quote(f"continue_from={self.path}")
-        return f"{source}{' init_from=null' if init_from else ''} {self.another_name}"
+        return f"{source}{' init_from=null' if self._config.init_from else ''} {self.another_name}"
 
     @property
     def steps_done(self) -> int:

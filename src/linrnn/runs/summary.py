@@ -139,7 +139,7 @@ def finished_lines(config: Config, directory: RunDirectory, steps: int, horizon:
         f"{directory.path} is finished: {steps} steps; nothing was run or written",
         *([f"  -> {ending_at(end, config)} continues it on its schedule"] * (steps < end)),
         "  -> trainer.resume=never moves it aside and runs it again",
-        f"  -> {directory.taking_over(config.init_from)} trains on from its state, under a schedule of its own",
+        f"  -> {directory.taking_over} trains on from its state, under a schedule of its own",
     ]
 
 

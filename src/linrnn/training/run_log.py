@@ -111,9 +111,7 @@ class RunLog:
         self._console.line(text)
 
     # ------------------------------------------------------------------------------------------- begin and end
-    def begin(
-        self, closing: contextlib.ExitStack, step: int, continues: dict[str, Any] | None, config_yaml: str
-    ) -> None:
+    def begin(self, closing: contextlib.ExitStack, step: int, continues: dict[str, Any] | None) -> None:
         """Write this process's first files, and open those that it keeps writing until `closing` ends.
 
         Args:
@@ -126,7 +124,7 @@ class RunLog:
         if not self._ranks.is_first:
             return
         config, directory = self._config, self._directory
-        directory.begin(config_yaml)
+        directory.begin()
         directory.begin_process(describe_process(config, step, continues))
         for name, text in (self._data.tokenizer.files() if self._data.tokenizer else {}).items():
             directory.write_text(name, text)

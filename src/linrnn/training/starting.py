@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from linrnn.config import identity, read_config, run_name
+from linrnn.config import read_config
 from linrnn.config.schema import Config
 from linrnn.config.steps import ending_at
 from linrnn.core.errors import ConfigError
@@ -54,20 +54,6 @@ def prepared_data(config: Config, ranks: Ranks) -> PreparedData:
 
 
 # ---------------------------------------------------------------------------------------------- the run's own files
-def run_directory(plan: Plan) -> RunDirectory:
-    """The run's directory; nothing is written.
-
-    Raises:
-        LinrnnError: it holds another configuration.
-    """
-    config = plan.config
-    return RunDirectory(
-        Path(config.results_dir) / config.group / run_name(config, plan.world_size),
-        identity=identity(config, plan.world_size),
-        resume=config.trainer.resume,
-    )
-
-
 def finished(directory: RunDirectory, plan: Plan, data: PreparedData) -> dict[str, Any] | None:
     """The summary if the run has nothing left to do, else None. Prints how to go on; writes nothing.
 

@@ -25,6 +25,7 @@ from linrnn.losses import LossBackend, build_loss
 from linrnn.models import BlankModel, tuning
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import LossAndStats, LossObserver, forward_backward
+from linrnn.runs.directory import RunDirectory
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
 from linrnn.training.checkpoint import Checkpointer
@@ -80,7 +81,7 @@ class Trainer:
         self.architecture = self.plan.architecture(self.data.vocab_size)
         if weights:
             weights.check(self.architecture)
-        self.directory = starting.run_directory(self.plan)
+        self.directory = RunDirectory(config, self.plan.world_size)
         self._notes = [weights.remark if weights else None]  # lines for the user, before the first step
         if self.ranks.is_first:
             say(f"building {self.architecture.model}: {self.architecture.n_parameters:,} parameters")
@@ -148,12 +149,11 @@ class Trainer:
     def _begin(self, closing: contextlib.ExitStack) -> None:
         """Resume and check the disk's room; only then write the first files, and print what the run will do."""
         trainer, where_it_begins, room = self.config.trainer, self.resume(), None
-        self._config_yaml = to_yaml(self.config)
         if self.ranks.is_first:
             there = 0 if self.directory.begins_anew else len(checkpoint.found(self.directory.checkpoints))
             size, left = checkpoint.foreseen_bytes(self.model.hf, self.optimizer), self.plan.total_steps - self.step
             room = checkpoint.check_room(trainer, self.directory.path, size, there=there, steps=left)
-        self.log.begin(closing, self.step, self.continues, self._config_yaml)
+        self.log.begin(closing, self.step, self.continues)
         self.checkpointer.begin(self.step)
         self.log.announce(where_it_begins, *self._notes, room)
         most, tokenizer = trainer.valid_tokens, self.data.tokenizer
@@ -353,7 +353,7 @@ class Trainer:
             continues=self.continues,
         )
         with self.log.speed.paused():
-            self.checkpointer.save(progress, self.model.hf, self.optimizer, self._config_yaml)
+            self.checkpointer.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
 
     def _wishes(self) -> tuple[float, float, float]:
         """What this rank asks of all ranks: whether a checkpoint has failed, which signal came, and whether to save."""
