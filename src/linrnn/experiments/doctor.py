@@ -19,6 +19,11 @@ from linrnn.runs.environment import describe_environment
 from linrnn.runs.loggers import has_wandb_key
 from linrnn.training.runtime import resolve_device, resolve_precision
 
+ABSENT = {
+    "quack-kernels": "not installed (benchmarks/loss.py alone uses it)",
+    "nvidia-cutlass-dsl": "not installed (benchmarks/loss.py alone uses it)",
+    "torchao": "not installed (trainer.float8 needs it: pip install 'linrnn[float8]')",
+}
 Finding = tuple[str, str]  # what was checked; "ok", a fact, or "no" with the cause and, below it, the remedy
 
 
@@ -54,7 +59,10 @@ def machine(config: Config) -> list[Finding]:
     places = {"results_dir": config.results_dir, "data.cache_dir": config.data.cache_dir}
     return [
         ("python", f"{facts['python']} ({facts['os']}, {sys.prefix})"),
-        *((name, f"{v}{notes.get(name, '')}" if v else "not installed") for name, v in facts["packages"].items()),
+        *(
+            (name, f"{v}{notes.get(name, '')}" if v else ABSENT.get(name, "not installed"))
+            for name, v in facts["packages"].items()
+        ),
         *(("GPU", gpu) for gpu in gpus or ["none that PyTorch sees"]),
         ("CPU", f"{facts['cpu'] or 'unknown'} ({facts['cpu_cores']} cores)"),
         ("C compiler", c_compiler() or "none"),
