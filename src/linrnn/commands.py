@@ -62,7 +62,7 @@ def breakdown(config: BreakdownConfig, overrides: list[str]) -> None:
     name = run_name(run)
     trainer = Trainer(run)
     with tuning.show_progress(), tuning.during(name):
-        breakdown = measure(trainer, name, config.warmup_steps, config.steps)
+        breakdown = measure(trainer, config.warmup_steps, config.steps)
     directory = Path(config.output)
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / f"{name}.json", breakdown)

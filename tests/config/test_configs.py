@@ -224,5 +224,5 @@ def test_a_long_name_keeps_the_words_that_fit_and_tells_runs_apart():
 
 def test_a_summary_lists_every_choice_as_overrides_that_make_the_run():
     config = load_config(LONG)
-    choices = names_of_run(config, run_name(config), world_size=1)["choices"]
+    choices = names_of_run(config)["choices"]
     assert load_config(shlex.split(choices)) == config

@@ -50,7 +50,7 @@ def test_names_do_not_depend_on_the_spelling_of_a_path(key, on_text, home):
     configs = [load_config(on_text("data.path=texts", f"{key}={path}")) for path in spelt]
     names = {run_name(config) for config in configs}
     assert len(names) == 1, names
-    assert len({names_of_run(config, "", 1)["training"] for config in configs}) == 1, "reports compare it"
+    assert len({names_of_run(config)["training"] for config in configs}) == 1, "reports compare it"
     other = run_name(load_config(on_text("data.path=texts", f"{key}=texts/b.txt")))
     assert other not in names
     folders = ("texts", "texts/", "./texts/.", "linked", "linked/", f"{home}/texts", "~/linked/", "nothing/../texts")

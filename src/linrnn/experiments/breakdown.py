@@ -30,7 +30,7 @@ STEP, HOST, REST = "step", "host", "the rest"  # the first two are no parts of a
 STATE = ("parameters", "gradients", "optimizer", "activations")
 
 
-def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str, Any]:
+def measure(trainer: Any, warmup_steps: int, steps: int) -> dict[str, Any]:
     """Measure training steps by component. In bytes, which stand beside the formulas', and seconds; None: not measured.
 
     After the warm-up, one step measures memory and `steps` steps measure times. The last step measures the memory
@@ -38,7 +38,6 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
 
     Args:
         trainer: a :class:`linrnn.training.trainer.Trainer` that has not run; its `train_step` is called.
-        name: the run's name.
 
     Returns:
         run, environment: what was measured, as in a run's summary, and where.
@@ -67,7 +66,7 @@ def measure(trainer: Any, name: str, warmup_steps: int, steps: int) -> dict[str,
     plan, arch = trainer.plan, trainer.architecture
     return {
         "run": {
-            **names_of_run(plan.config, name, world_size=1),
+            **names_of_run(plan.config),
             "optimizer": plan.config.optimizer.name,
             "precision": plan.precision,
             "device": device_name(plan.device),

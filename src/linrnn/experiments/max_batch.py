@@ -154,7 +154,7 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     directory = Path(config.results_dir) / config.group / "answers" / f"{name}-{budget:g}gib"
     directory.mkdir(parents=True, exist_ok=True)
     content = {
-        **names_of_run(run, name, ranks),
+        **names_of_run(run, ranks),
         "world_size": ranks,
         "vocab_size": run.size.vocab_size or vocabulary_size(run.data),
         "tie_embeddings": run.size.tie_embeddings,

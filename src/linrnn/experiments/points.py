@@ -282,7 +282,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     """
     launcher = ["python"] if point.ranks == 1 else ["torchrun", f"--nproc-per-node={point.ranks}"]
     command = shlex.join([*launcher, "train.py", *without_machine_paths(point.overrides)])
-    summary = summary_without_figures(point.config, point.directory.name, status, reason, command, point.ranks)
+    summary = summary_without_figures(point.config, point.ranks, status, reason, command)
     directory = point.run_directory()
     try:
         directory.open()

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from linrnn.config import overrides_of
+from linrnn.config import overrides_of, run_name
 from linrnn.config.naming import HORIZON, paths
 from linrnn.config.schema import Config
 from linrnn.config.steps import CONSTANT, ending_at, horizon
@@ -30,7 +30,7 @@ MEASURED = (
 )
 
 
-def names_of_run(config: Config, run_name: str, world_size: int) -> dict[str, Any]:
+def names_of_run(config: Config, world_size: int = 1) -> dict[str, Any]:
     """The keys by which a summary tells a run from others."""
     trainer = config.trainer
     return {
@@ -41,7 +41,7 @@ def names_of_run(config: Config, run_name: str, world_size: int) -> dict[str, An
         "data": config.data.name,
         "seed": config.seed,
         "group": config.group,
-        "run_name": run_name,
+        "run_name": run_name(config, world_size),
         "batch_size": trainer.batch_size,
         "accumulation_steps": trainer.accumulation_steps,
         "seq_len": trainer.seq_len,
@@ -79,13 +79,13 @@ def _from_here(path: str | None) -> str | None:
 
 
 def summary_without_figures(
-    config: Config, run_name: str, status: str, reason: str, command: str, world_size: int
+    config: Config, world_size: int, status: str, reason: str | None, command: str
 ) -> dict[str, Any]:
-    """The summary of a run that could not start, or that died before it wrote one."""
+    """The summary of a run that measured nothing: it could not start, or died before it wrote one."""
     return {
         "status": status,
         "reason": reason,
-        **names_of_run(config, run_name, world_size),
+        **names_of_run(config, world_size),
         "steps": 0,
         "tokens": 0,
         **dict.fromkeys(MEASURED),

@@ -15,7 +15,6 @@ import torch
 
 from linrnn import costs
 from linrnn.config.naming import choices
-from linrnn.core.dates import utc_now
 from linrnn.core.errors import DivergedError, LinrnnError, described, first_line
 from linrnn.core.machine import GIB, busy_with_others, gpu_is_shared
 from linrnn.data import PreparedData
@@ -32,7 +31,6 @@ from linrnn.runs.picture import draw_progress
 from linrnn.runs.summary import (
     MEAN_OF_LAST,
     final_lines,
-    names_of_run,
     progress_line,
     status_of,
     summary_without_figures,
@@ -349,11 +347,13 @@ class RunLog:
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
         if self._ranks.is_first:
-            plan, directory, status = self._plan, self._directory, status_of(failure.exit_code)
-            reason = (status, failure.cause, command_line())
-            summary = summary_without_figures(plan.config, directory.path.name, *reason, world_size=plan.world_size)
-            done = {"steps": step, "tokens": step * plan.tokens_per_step, "started": directory.started}
-            self.write_summary(step, summary | done)
+            self.write_summary(step, self._without_figures(step, status_of(failure.exit_code), failure.cause))
+
+    def _without_figures(self, step: int, status: str, reason: str | None) -> dict[str, Any]:
+        """The summary of a run that ends after `step`, without what was measured."""
+        summary = summary_without_figures(self._plan.config, self._plan.world_size, status, reason, command_line())
+        started = self._directory.started if self._ranks.is_first else None
+        return summary | {"steps": step, "tokens": step * self._plan.tokens_per_step, "started": started}
 
     def summary(
         self,
@@ -382,16 +382,12 @@ class RunLog:
             speed["tokens_per_second_is"] = NOT_MEASURED
         valid = evaluation.metrics() if evaluation else {}
         return {
-            "status": status,
-            "reason": failure and first_line(failure),
-            **names_of_run(plan.config, self._directory.path.name, plan.world_size),
+            **self._without_figures(step, status, first_line(failure) if failure else None),
             "n_parameters": arch.n_parameters,
             "hidden_size": arch.hidden_size,
             "world_size": plan.world_size,
             "vocab_size": arch.vocab_size,
             "precision": plan.precision,
-            "steps": step,
-            "tokens": step * plan.tokens_per_step,
             "continues": continues,
             "epochs": self._epochs(step),
             "train_loss_nats": fmean(self.recent_losses) if self.recent_losses else None,
@@ -407,10 +403,7 @@ class RunLog:
             **speed,
             "mfu": self._mfu(speed["wall_step_ms"] and speed["wall_step_ms"] / 1e3),
             "wall_seconds": self._wall_seconds(),
-            "started": self._directory.started if self._ranks.is_first else None,
-            "ended": utc_now(),
             "device": device_name(plan.device),
             "gpu_state": self.gpu_state,
             "data_fingerprint": self._data.fingerprint,
-            "command": command_line(),
         }
