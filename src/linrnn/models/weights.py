@@ -123,33 +123,33 @@ def check_finite(weights: dict[str, Tensor], source: str) -> None:
             raise DataError(f"{source}: {name} holds NaN or infinity", "name weights from before they came in")
 
 
-def check_dimensions(source: str, there: Architecture, here: Architecture) -> None:
+def check_dimensions(given: str, there: Architecture, here: Architecture) -> None:
     """Check that the weights of `there` fit a model of `here`.
 
     Only names and shapes of the parameters tell whether FLA's other models agree.
 
     Args:
-        source: the value of `init_from`, for messages.
+        given: the key that names the weights with its value, for messages.
 
     Raises:
         ConfigError: model or dimensions differ.
     """
     if there.kind != here.kind:
-        raise _other_model(source, there.kind, here, fla=not there.matched)
+        raise _other_model(given, there.kind, here, fla=not there.matched)
     if not (there.matched and here.matched):
         return
     theirs, ours = json.loads(there.settings), json.loads(here.settings)
     if differing := [f"{name}={value}, here {ours[name]}" for name, value in theirs.items() if value != ours[name]]:
         raise ConfigError(
-            f"init_from={source}: the dimensions differ from size={here.size} ({', '.join(differing)})",
+            f"{given}: the dimensions differ from size={here.size} ({', '.join(differing)})",
             f"use size={there.size} and the keys of size in the config.yaml of these weights",
         )
 
 
-def _other_model(source: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:
+def _other_model(given: str, kind: str, arch: Architecture, *, fla: bool = False) -> ConfigError:
     return ConfigError(
-        f"init_from={source}: it is a {kind} and this run has model={arch.model}",
-        f"use {f'model=fla model.config={kind}' if fla else f'model={kind}'}, or another init_from",
+        f"{given}: it is a {kind} and this run has model={arch.model}",
+        f"use {f'model=fla model.config={kind}' if fla else f'model={kind}'}, or another {given.partition('=')[0]}",
     )
 
 
@@ -215,7 +215,7 @@ def _check_config(directory: Path, source: str, arch: Architecture, ours: Any) -
     """Compare config.json with the architecture of `arch`, and with `ours`, FLA's configuration of it."""
     settings = read_object(directory / "config.json", remedy=AGAIN)
     if settings.get("model_type") != arch.kind:
-        raise _other_model(source, str(settings.get("model_type")), arch)
+        raise _other_model(f"init_from={source}", str(settings.get("model_type")), arch)
     theirs = type(ours).from_dict(settings)
     for name in sorted(inspect.signature(type(ours)).parameters.keys() - FREE):
         if (given := getattr(theirs, name, None)) != (wanted := getattr(ours, name, None)):

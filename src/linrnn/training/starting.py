@@ -111,6 +111,7 @@ def restore(
     there = checkpoint.required("continue_from", source, remedy)
     progress = checkpoint.read_progress(there)
     check_tokens(there, data)
+    _check_model(f"continue_from={source}", there, plan.architecture(data.vocab_size))
     checkpoint.load_model(there, model)
     check_finite(model.state_dict(), f"continue_from={source}")
     checkpoint.load_optimizer(there, model, optimizer)
@@ -165,8 +166,7 @@ class Weights:
             ConfigError: a run's model or dimensions differ.
         """
         if self.is_checkpoint:
-            config = read_config(self.directory / checkpoint.CONFIG)
-            check_dimensions(self.source, trained_architecture(self.directory, config), arch)
+            _check_model(f"init_from={self.source}", self.directory, arch)
 
     def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
         """Copy the weights into `model`.
@@ -214,6 +214,11 @@ def find_weights(source: str, data: PreparedData) -> Weights:
         )
     remark = f"{lacks}: whether its {entries:,} ids are those of the data is not known"
     return Weights(source, directory, is_checkpoint=False, remark=remark)
+
+
+def _check_model(given: str, directory: Path, arch: Architecture) -> None:
+    """Reject a checkpoint of another model, also one whose parameters have the same names and shapes."""
+    check_dimensions(given, trained_architecture(directory, read_config(directory / checkpoint.CONFIG)), arch)
 
 
 def trained_architecture(directory: Path, config: Config) -> Architecture:
