@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from linrnn.config import load_config
+from linrnn.config.bounds import check_outputs
 from linrnn.core.errors import DataError
 from linrnn.report.overview import compared, overview, write_csv
 
@@ -57,5 +59,6 @@ def test_the_metrics_of_a_group_are_written_as_csv(group):
     assert [(row["run"], row["step"], row["train/loss_nats"], row["valid/loss_nats"]) for row in rows] == [
         ("b", "7", "2.25", ""), ("c", "1", "", "3.5"), ("c", "2", "3", ""),
     ]  # fmt: skip
+    check_outputs(load_config([f"csv={group / 'new' / 'all.csv'}"], "runs"))  # may be written again
     with pytest.raises(DataError, match="holds no metrics"):
         write_csv(group / "none", group / "all.csv")

@@ -607,7 +607,7 @@ class RunsConfig:
 
     group: str = option("default", "the group", pattern=PLAIN_NAME)
     compare: list[str] = option([], "two runs, as [RUN,RUN]: only the keys in which they differ")
-    csv: str | None = option(None, "a file for the metrics of all runs of the group, one row a step", path="written")
+    csv: str | None = option(None, "a file for the metrics of all runs, one row a step, which is replaced", path="read")
     results_dir: str = option("results", "directory of all groups", path="read")
 
 
