@@ -1,36 +1,40 @@
 """Random calls of the loss against torch: `python scripts/maintain/fuzz_loss.py 2000 [FIRST_SEED]`.
 
 Each call draws dtypes, autocast, options, sizes, strides, workspace, frozen inputs and data, and compares loss, LSE and
-gradients with fp64. An error must stay below twice that of torch's own path in the same dtypes, plus what rounding in
-fp32 comes to. Prints counts, the largest ratios of error to bound, and one line for each case out of bounds, which
-`1 SEED` runs again.
+gradients with fp64. An error must stay below twice that of the torch path of tests/kernels/cases.py in the same dtypes,
+plus what rounding in fp32 comes to. Prints counts, the largest ratios of error to bound, and one line for each case out
+of bounds, which `1 SEED` runs again.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import sys
 import time
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from cce_kernels import WorkspaceTooSmall, linear_cross_entropy, planner, reference_linear_cross_entropy
 from torch import Tensor
 
-IGNORE = -100
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernels"))
+cases: Any = importlib.import_module("cases")  # draws a call's tensors, and has torch's own path
+
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = SimpleNamespace  # that draw_call draws
-CALLS_OF_A_KIND = 25  # calls with the same dtypes and options: a new kind compiles new kernels
+CALLS_OF_A_KIND = 25  # calls with the same dtypes and options
 EXACT = 2e-5  # relative error of gradients and LSE: fp32 sums in another order, exponentials of some hundred nats
 EXACT_LOSS = 5e-6
 SMALLEST = 1e-18  # a probability below fp32's exponentials
 
 
-def draw_kind(seed: int) -> SimpleNamespace:
-    """Dtypes and options for which kernels are compiled, and everything that decides the scheme."""
+def draw_call(seed: int) -> Call:
+    """A call. Its neighbours have the same dtypes and options, for which kernels are compiled."""
     r = Random(f"kind {seed // CALLS_OF_A_KIND}")
     options: dict[str, Any] = {"accumulate": r.choice(("kahan", "kahan", "fp32"))}
     choices = {"softcap": (5.0, 30.0), "logit_scale": (0.1, 2.0), "label_smoothing": (0.1, 1.0), "z_loss": (1e-3, 1e-2)}
@@ -40,136 +44,69 @@ def draw_kind(seed: int) -> SimpleNamespace:
     plain = r.random() < 0.4  # without options that rule out stored exponentials
     if plain:
         options.pop("label_smoothing", None)
-    e = r.choice(("bf16", "bf16", "fp16", "fp32"))
-    return SimpleNamespace(
-        e=e,
-        c=e if r.random() < 0.5 else r.choice(list(DTYPES)),
-        bias=None if r.random() < (0.7 if plain else 0.5) else r.choice(list(DTYPES)),
-        autocast=r.choice((None, None, "bf16", "fp16")),
-        dim=r.choice((1, 8, 24, 37, 64, 200, 256)),
-        options=options,
-        reduction=r.choice(("mean", "sum")) if plain else r.choice(("mean", "sum", "none")),
+    options["reduction"] = r.choice(("mean", "sum")) if plain else r.choice(("mean", "sum", "none"))
+    dtype, bias = r.choice((BF16, BF16, FP16, FP32)), r.random() > (0.7 if plain else 0.5)
+    kind = {
+        "dim": r.choice((1, 8, 24, 37, 64, 200, 256)),
+        "dtype": dtype,
+        "dtype_c": dtype if r.random() < 0.5 else r.choice(DTYPES),
+        "bias": bias,
+        "dtype_bias": r.choice(DTYPES),
+        "autocast": r.choice((None, None, BF16, FP16)),
+    }
+    call = SimpleNamespace(
+        seed=seed,
         with_lse=not plain and r.random() < 0.3,
         launches_are_free=r.random() < 0.7,  # then exponentials are stored even for problems as small as these
         main_grad=r.random() < 0.15,
         wanted=r.choice(("ec", "ec", "ec", "e", "c")),  # inputs that need gradients
         weights=r.choice((None, None, *DTYPES)),  # dtype of token_weights
     )
-
-
-def draw_call(seed: int) -> Call:
-    """One call of a kind."""
-    kind, r = draw_kind(seed), Random(f"call {seed}")
+    r = Random(f"call {seed}")
     length = r.randint(1, 60)
-    return SimpleNamespace(
-        seed=seed,
-        kind=kind,
-        batch=r.choice((1, 3, 9)),
-        length=length,
+    call.again = r.random() < 0.1  # a second backward pass
+    call.workspace_mib = r.choice((None, None, 0.5, 4.0))
+    call.case = cases.Case(
+        str(seed),
+        shape=(r.choice((1, 3, 9)), length),
         vocab=r.choice((1, 2, r.randint(3, 200), r.randint(200, 1500), 512)),
-        shift=r.choice((0, 0, 1)) if length > 1 else 0,
         ignored=r.choice((0, 0.3, 1.0) if r.random() < 0.1 else (0, 0.3)),
         peak=r.choice((0, 0, 3, 12, 40, -20, 150)),
         strided=r.random() < 0.3,
-        again=r.random() < 0.1,  # a second backward pass
-        workspace_mib=r.choice((None, None, 0.5, 4.0)),
+        weights=call.weights is not None,
+        options={**options, "shift": r.choice((0, 0, 1)) if length > 1 else 0},
+        **kind,
     )
-
-
-def data(call: Call, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """e, c, targets and bias."""
-    g = torch.Generator(device).manual_seed(call.seed)
-    kind, shape = call.kind, (call.batch, call.length)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=g, device=device)
-
-    c = normal(call.vocab, kind.dim) / kind.dim**0.5
-    targets = torch.randint(0, call.vocab, shape, generator=g, device=device)
-    e = normal(*shape, kind.dim) + call.peak * c[targets]
-    targets = targets.masked_fill(torch.rand(shape, generator=g, device=device) < call.ignored, IGNORE)
-    e, c = e.to(DTYPES[kind.e]), c.to(DTYPES[kind.c])
-    if call.strided:
-        e = torch.cat((e, e), dim=-1)[..., kind.dim // 2 : kind.dim // 2 + kind.dim]
-        c = c.T.contiguous().T
-    bias = None if kind.bias is None else normal(call.vocab).to(DTYPES[kind.bias])
-    e, c = e.requires_grad_("e" in kind.wanted), c.requires_grad_("c" in kind.wanted)
-    return e, c, targets, None if bias is None else bias.requires_grad_()
-
-
-def weights_of(call: Call, targets: Tensor) -> Tensor:
-    """token_weights for these targets, ones where the call has none; of both signs unless the loss is their mean."""
-    if call.kind.weights is None:
-        return torch.ones_like(targets, dtype=torch.float32)
-    g = torch.Generator(targets.device).manual_seed(call.seed + 2)
-    weights = torch.randn(targets.shape, generator=g, device=targets.device)
-    weights = weights.abs() + 0.1 if call.kind.reduction == "mean" else weights
-    return weights.to(DTYPES[call.kind.weights])
-
-
-def torch_path(call: Call, e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Loss and LSE as usually written in torch: logits in the products' dtype, then fp32."""
-    o, scale = call.kind.options, call.kind.options.get("logit_scale", 1.0)
-    weights = weights_of(call, targets)
-    if call.shift:
-        e, targets, weights = e[:, : -call.shift], targets[:, call.shift :], weights[:, call.shift :]
-    common = torch.promote_types(e.dtype, c.dtype)
-    z = F.linear(e.to(common), c.to(common)).float() * scale
-    z = z if bias is None else z + bias
-    if "softcap" in o:
-        z = o["softcap"] * torch.tanh(z / o["softcap"])
-    z, flat = z.flatten(0, -2), targets.flatten()
-    smoothing = o.get("label_smoothing", 0.0)
-    lse = z.logsumexp(dim=-1)
-    rows = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
-    rows = rows + (flat != IGNORE) * o.get("z_loss", 0.0) * lse.square()
-    return reduced(call, rows, flat, weights.flatten()).reshape(
-        targets.shape if call.kind.reduction == "none" else ()
-    ), lse
-
-
-def reduced(call: Call, rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The row losses times their weights, and their sum or mean."""
-    rows = rows * weights
-    if call.kind.reduction == "none":
-        return rows
-    return rows.sum() / (1 if call.kind.reduction == "sum" else divisor(targets, weights))
-
-
-def divisor(targets: Tensor, weights: Tensor) -> Tensor:
-    """The mean's divisor: the sum of the weights of the targets that are not ignored; 1 if all are."""
-    total = torch.where(targets == IGNORE, 0, weights.float()).sum()
-    return torch.where(total == 0, 1, total)
+    return call
 
 
 def multiplied_in(call: Call) -> torch.dtype:
-    kind = call.kind
-    return DTYPES[kind.autocast] if kind.autocast else torch.promote_types(DTYPES[kind.e], DTYPES[kind.c])
+    case = call.case
+    return case.autocast or torch.promote_types(case.dtype, case.dtype_c)
 
 
 def run(call: Call) -> dict[str, Tensor]:
     """Ratio () of each output's error to its bound. Raises WorkspaceTooSmall if the kernels reject the workspace."""
-    kind, device = call.kind, DEVICE
-    e, c, targets, bias = data(call, device)
-    dtype = multiplied_in(call)
+    case, device, dtype = call.case, DEVICE, multiplied_in(call)
+    e, c, targets, bias = cases.draw(case, device, call.seed)
+    for name, x in (("e", e), ("c", c)):
+        x.requires_grad_(name in call.wanted)
     g = torch.Generator(device).manual_seed(call.seed + 1)
-    main_grad = torch.randn(c.shape, generator=g, device=device) if kind.main_grad else None
+    main_grad = torch.randn(c.shape, generator=g, device=device) if call.main_grad else None
     before = None if main_grad is None else main_grad.clone()
-    options = {**kind.options, "shift": call.shift, "reduction": kind.reduction}
-    if kind.weights is not None:
-        options["token_weights"] = weights_of(call, targets)
+    weights = {name: x.to(call.weights) for name, x in cases.weights_of(case, targets).items()}
+    options = case.options | weights
     wanted = {name: x for name, x in (("e", e), ("c", c), ("bias", bias)) if x is not None and x.requires_grad}
     names, inputs = list(wanted), list(wanted.values())
 
-    autocast = torch.autocast(device, dtype, enabled=kind.autocast is not None)
-    planner.LAUNCH_SECONDS = 0.0 if kind.launches_are_free else 40e-6
-    with autocast:
+    planner.LAUNCH_SECONDS = 0.0 if call.launches_are_free else 40e-6
+    with torch.autocast(device, dtype, enabled=case.autocast is not None):
         found = linear_cross_entropy(
             e, c, targets, bias=bias, workspace_mib=call.workspace_mib, main_grad_c=main_grad,
-            return_lse=kind.with_lse, **options,
+            return_lse=call.with_lse, **options,
         )  # fmt: skip
-        base_loss, base_lse = torch_path(call, e, c, targets, bias)
-    loss, lse = found if kind.with_lse else (found, None)
+        base_loss, base_lse = cases.torch_path(e, c, targets, bias, return_lse=True, **options)
+    loss, lse = found if call.with_lse else (found, None)
     e64, c64 = (x.detach().to(dtype).double().requires_grad_(x.requires_grad) for x in (e, c))
     bias64 = None if bias is None else bias.detach().double().requires_grad_()
     truth, true_lse = reference_linear_cross_entropy(e64, c64, targets, bias=bias64, **options)
@@ -197,7 +134,7 @@ def run(call: Call) -> dict[str, Tensor]:
     if call.again:
         passes["again_"] = our_gradients(retain=False)
 
-    terms, of_terms = rounded_terms(call, e64, c64, bias64, targets, true_lse, truth, upstream, of_lse)
+    terms, of_terms = rounded_terms(call, e64, c64, bias64, targets, weights, true_lse, truth, upstream, of_lse)
     ratios = {"loss": ratio(loss, truth, base_loss, terms)}
     if lse is not None:
         ratios["lse"] = ratio(lse, true_lse, base_lse.reshape(true_lse.shape), EXACT * true_lse.abs().amax())
@@ -213,8 +150,8 @@ def run(call: Call) -> dict[str, Tensor]:
 
 
 def rounded_terms(
-    call: Call, e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, lse: Tensor, loss: Tensor, upstream: Tensor,
-    of_lse: Tensor | None,
+    call: Call, e: Tensor, c: Tensor, bias: Tensor | None, targets: Tensor, weights: dict[str, Tensor], lse: Tensor,
+    loss: Tensor, upstream: Tensor, of_lse: Tensor | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """What rounding in fp32 may add: to the loss (its shape, or ()), and to the norm of each gradient.
 
@@ -223,18 +160,18 @@ def rounded_terms(
     therefore right to 2^-20 + 2^-22 · size of the row's largest logit. The same holds for its factor in the gradients:
     what arrives from the loss, from z_loss and from the LSE, without cancellation between them or between rows.
     """
-    o, weights = call.kind.options, weights_of(call, targets)
-    if call.shift:
-        e, targets, weights = e[:, : -call.shift], targets[:, call.shift :], weights[:, call.shift :]
-    kept = targets != IGNORE
+    o, weight = call.case.options, next(iter(weights.values()), torch.ones_like(targets)).double().abs()
+    if shift := o["shift"]:
+        e, targets, weight = e[:, :-shift], targets[:, shift:], weight[:, shift:]
+    kept = targets != cases.IGNORE
+    weight = weight.masked_fill(~kept, 0)
+    if o["reduction"] == "mean":
+        weight = weight / weight.sum().clamp(min=1e-9)
     with torch.no_grad():
         size = e.norm(dim=-1) * c.norm(dim=-1).amax() * abs(o.get("logit_scale", 1.0)) + 1
         if bias is not None:
             size = size + bias.abs().amax()
-        arrives = (upstream if upstream.dim() else upstream.expand(targets.shape)).double().abs() * kept
-        arrives = arrives * weights.double().abs()
-        if call.kind.reduction == "mean":
-            arrives = arrives / divisor(targets, weights)
+        arrives = (upstream if upstream.dim() else upstream.expand(targets.shape)).double().abs() * weight
         arrives = arrives * (1 + 2 * o.get("z_loss", 0.0) * lse.abs())
         if of_lse is not None:
             arrives = arrives + of_lse.abs()
@@ -256,10 +193,9 @@ def rounded_terms(
         parts = (1 - p.clamp(max=1)) * size + o.get("label_smoothing", 0.0) * size
         parts = parts + o.get("z_loss", 0.0) * lse.abs() * (lse.abs() + size)
         # Weighted losses of both signs may cancel, so each row's own size counts.
-        own = EXACT_LOSS * -p.clamp(min=SMALLEST).log() if call.kind.weights else 0.0
-        rows = torch.where(kept, 2**-21 * parts + SMALLEST + own, 0)
-        terms = EXACT_LOSS * loss.abs() + reduced(call, rows, targets, weights.double().abs())
-        return terms, of_terms
+        own = EXACT_LOSS * -p.clamp(min=SMALLEST).log() if weights else 0.0
+        rows = weight * torch.where(kept, 2**-21 * parts + SMALLEST + own, 0)
+        return EXACT_LOSS * loss.abs() + (rows if o["reduction"] == "none" else rows.sum()), of_terms
 
 
 def rounding_of_few(call: Call) -> float:
@@ -268,7 +204,7 @@ def rounding_of_few(call: Call) -> float:
     Torch's error over many numbers shows what rounding adds. Over few numbers its rounding errors may cancel by chance:
     with a vocabulary size of two both gradients of logits have the same size.
     """
-    few = call.vocab <= 2 or call.kind.dim == 1 or call.batch * call.length <= 16
+    few = call.case.vocab <= 2 or call.case.dim == 1 or math.prod(call.case.shape) <= 16
     return {torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(multiplied_in(call), 0.0) if few else 0.0
 
 

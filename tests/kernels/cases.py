@@ -148,9 +148,9 @@ def weights_of(case: Case, targets: Tensor) -> dict[str, Tensor]:
 def torch_path(
     e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None, *, reduction: str = "mean", shift: int = 0,
     softcap: float | None = None, logit_scale: float = 1.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    token_weights: Tensor | None = None, target_weights: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """The loss as usually written in torch: logits in e's dtype, then fp32."""
+    token_weights: Tensor | None = None, target_weights: Tensor | None = None, return_lse: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """The loss as usually written in torch: products in e's dtype, then fp32. With return_lse also each row's LSE."""
     weights = torch.ones_like(targets) if token_weights is None else token_weights
     if target_weights is None:
         targets, weights = targets[..., None], weights[..., None]
@@ -159,9 +159,8 @@ def torch_path(
     if shift:
         e, targets, weights = e[..., :-shift, :], targets[..., shift:, :], weights[..., shift:, :]
     common = torch.promote_types(e.dtype, c.dtype)
-    z = F.linear(e.to(common), c.to(common), None if logit_scale != 1 or bias is None else bias.to(common))
-    z = z.float() * logit_scale
-    if logit_scale != 1 and bias is not None:
+    z = F.linear(e.to(common), c.to(common)).float() * logit_scale
+    if bias is not None:
         z = z + bias
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -170,14 +169,15 @@ def torch_path(
     for flat, weight in zip(targets.flatten(0, -2).T, weights.flatten(0, -2).T, strict=True):
         of_target = F.cross_entropy(z, flat, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing)
         rows = rows + weight * (of_target + (flat != IGNORE) * z_loss * z.logsumexp(dim=-1).square())
-    if reduction == "none":
-        return rows.reshape(targets.shape[:-1])
-    return rows.sum() if reduction == "sum" else rows.sum() / _counted(targets, weights, target_weights is not None)
+    loss = rows.reshape(targets.shape[:-1]) if reduction == "none" else rows.sum()
+    if reduction == "mean":
+        loss = loss / _counted(targets, weights, target_weights is not None)
+    return (loss, z.logsumexp(dim=-1)) if return_lse else loss
 
 
 def _counted(targets: Tensor, weights: Tensor, several: bool) -> Tensor:
     """What a mean is divided by. targets: (..., K), and their weights, 0 where ignored."""
-    return (targets != IGNORE).any(dim=-1).sum().clamp(min=1) if several else weights.sum().clamp(min=1e-9)
+    return (targets != IGNORE).any(dim=-1).sum().clamp(min=1) if several else weights.float().sum().clamp(min=1e-9)
 
 
 def gradients(loss: Tensor, inputs: tuple[Tensor | None, ...], seed: int = 1) -> list[Tensor]:
