@@ -211,7 +211,7 @@ def make_batch(
     lengths = np.clip((shards.n_tokens if stop is None else stop) - starts, 0, seq_len + 1)
     for row, start, length in zip(tokens, starts.tolist(), lengths.tolist(), strict=True):
         if length:
-            shards.read_into(start, row[:length])
+            row[:length] = shards.read(start, start + length)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     labels = np.where(np.arange(1, seq_len + 1) < lengths[:, None], labels, IGNORED)
     cu_seqlens = None

@@ -160,19 +160,10 @@ class ShardSet:
         """(documents,) int64: exclusive end of every document, in tokens from the start of the split."""
         return np.concatenate([np.load(_ends_of(part.path)) + part.start for part in self.parts])
 
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens [start, start + len(out)) of one source into `out`."""
-        number = bisect_right(self._starts, start) - 1
-        first = start - self._starts[number]
-        out[:] = self._tokens[number][first : first + len(out)]
-
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop) of one source as int64."""
-        if not 0 <= start <= stop <= self.n_tokens:
-            raise IndexError(f"tokens [{start}, {stop}) of {self.n_tokens}")
-        out = np.empty(stop - start, np.int64)
-        self.read_into(start, out)
-        return out
+        """The tokens [start, stop) of one source, as they lie on the disk."""
+        number = bisect_right(self._starts, start) - 1
+        return self._tokens[number][start - self._starts[number] : stop - self._starts[number]]
 
     def verify(self) -> None:
         """Compare every byte with the sha256 in meta.json.
