@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from forked import ROOT, Popen, run_elsewhere, start, start_server, use_server
-from frozen import freeze
+from forked import ROOT, Popen, freeze, run_elsewhere, start, start_server, use_server
 from interpreted import ON, Interpreter
 
 from linrnn.config import compose, last_of_each
@@ -32,17 +32,9 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 SECONDS = 300  # time limit of a command
 # Overrides with which most end-to-end tests start: three steps of the smallest model, wandb off.
 SMALL = (
-    "device=cpu",
-    "trainer.max_steps=3",
-    "trainer.batch_size=2",
-    "trainer.seq_len=80",
-    "trainer.valid_tokens=400",
-    "data.n_tokens=20000",
-    "data.n_valid_tokens=2000",
-    "logger.wandb.mode=disabled",
-    "logger.picture=false",
+    *("device=cpu", "trainer.max_steps=3", "trainer.batch_size=2", "trainer.seq_len=80", "trainer.valid_tokens=400"),
+    *("data.n_tokens=20000", "data.n_valid_tokens=2000", "logger.wandb.mode=disabled", "logger.picture=false"),
 )
-
 
 _interpreter = Interpreter()
 
@@ -104,6 +96,14 @@ def pytest_unconfigure() -> None:
 def small(tmp_path: Path, data_cache: Path) -> Callable[..., list[str]]:
     """Overrides of a small run that writes below the test's own directory."""
     return lambda *more: small_below(tmp_path, data_cache, *more)
+
+
+@pytest.fixture
+def on_text(small: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """Overrides of a small run on text: a tokenizer of 300 entries is trained on it."""
+    kept = [override for override in small() if not override.startswith("data.n_")]
+    kept += ["data=text", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
+    return lambda *more: last_of_each([*kept, *more])
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +180,26 @@ def quick_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from linrnn.experiments import max_batch, points, sweep
 
-    if not torch.cuda.is_available():  # CUDA does not survive a fork
-        popen = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-        monkeypatch.setattr(points, "subprocess", popen)
+    if torch.cuda.is_available():  # CUDA does not survive a fork
+        return
+    popen = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(points, "subprocess", popen)
     for module in (sweep, max_batch):
         monkeypatch.setattr(module, "in_another_process", lambda function, *arguments: function(*arguments))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[[list[str], int], Path]:
+    """The directory of a run, with these overrides and so many ranks, that finished."""
+    from rank_process import trained_in
+
+    return partial(trained_in, tmp_path=tmp_path)
+
+
+@pytest.fixture
+def text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are written without their pictures, which take most of the time."""
+    monkeypatch.setattr("linrnn.report.write._figures", lambda *given: [])
 
 
 @pytest.fixture
@@ -204,17 +219,20 @@ def fresh_command() -> Command:
     """Run a script of the repository in a new interpreter, as a user does. It is slow: once or twice per script."""
 
     def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        how = {"cwd": cwd, "env": {**os.environ, **environment}, "timeout": SECONDS, "check": False}
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **how)
 
     return call
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 Tests of how a command starts in a new interpreter use the fixture `fresh_command`.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -13,14 +14,23 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 from unittest.mock import patch
+
+from linrnn.core import garbage
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 
 
 _server = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def freeze() -> None:
+    """Freeze all that is there. A run, which would unfreeze it at its end, leaves it frozen."""
+    gc.freeze()
+    garbage.gc = SimpleNamespace(**{**vars(gc), "freeze": lambda: None, "unfreeze": lambda: None})  # type: ignore
 
 
 def start(function: Callable[..., None], *arguments: object) -> BaseProcess:
@@ -66,6 +76,18 @@ def spawn(function: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
+def print_into(stdout: Path | str, stderr: Path | str | None = None, anew: bool = True) -> None:
+    """From now on this process prints into a file, and its errors into another (None: into the same).
+
+    anew: what `stdout` holds goes; else this output is added to it.
+    """
+    if anew:
+        Path(stdout).write_text("")
+    for stream, path in ((1, stdout), (2, stderr or stdout)):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), stream)
+
+
 def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | None = None) -> None:
     """Run a command of the repository in this process.
 
@@ -74,9 +96,7 @@ def run_script(script: str, arguments: list[str], stdout: Path, stderr: Path | N
     Raises:
         SystemExit: the command failed.
     """
-    for stream, path in ((1, stdout), (2, stderr or stdout)):
-        with path.open("a") as file:
-            os.dup2(file.fileno(), stream)
+    print_into(stdout, stderr, anew=False)
     sys.argv = [script, *arguments]
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
@@ -133,7 +153,6 @@ class Popen:
             raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
 
     def send_signal(self, number: int) -> None:
-        assert self.pid is not None
         os.kill(self.pid, number)
 
 
@@ -154,8 +173,6 @@ def run_torchrun(arguments: list[str], printed: Path) -> None:
 
 def torchrun_anew(arguments: list[str], printed: Path) -> None:
     """As :func:`run_torchrun`, and this process becomes torchrun itself: its ranks are new interpreters."""
-    for stream in (1, 2):
-        with printed.open("a") as file:
-            os.dup2(file.fileno(), stream)
+    print_into(printed)
     os.chdir(ROOT)
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -63,7 +64,7 @@ class Interpreter:
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_parent)
-            with _environment(SETTINGS):
+            with patch.dict(os.environ, SETTINGS):
                 self._pool.submit(os.getpid).result()  # the process starts here and keeps these variables
         return self._pool
 
@@ -73,14 +74,13 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         parent = parent_process()
-        assert parent is not None
         parent.join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _call(path: list[str], module: str, function: str, arguments: dict[str, Any], patch: bool) -> tuple[str, str]:
+def _call(path: list[str], module: str, function: str, arguments: dict[str, Any], patched: bool) -> tuple[str, str]:
     """In the interpreting process: `passed`, `skipped` or `failed`, and the reason."""
     sys.path[:] = path
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -89,7 +89,7 @@ def _call(path: list[str], module: str, function: str, arguments: dict[str, Any]
             test = getattr(importlib.import_module(module), function)
             gc.enable()
             repeat_no_calls(monkeypatch)
-            test(**arguments, **({"monkeypatch": monkeypatch} if patch else {}))
+            test(**arguments, **({"monkeypatch": monkeypatch} if patched else {}))
         except pytest.skip.Exception as skipped:
             return "skipped", str(skipped)
         except BaseException:  # a failed check of pytest's own is no Exception
@@ -106,11 +106,3 @@ def repeat_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         program = importlib.import_module("cce_kernels.runtime.program")
         monkeypatch.setattr(program, "MOST_TRIES", 0)
         monkeypatch.setattr(program.CALLS, "_known", {})
-
-
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in settings.items():
-            monkeypatch.setenv(name, value)
-        yield

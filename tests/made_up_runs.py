@@ -13,47 +13,21 @@ ELSEWHERE = {**HERE, "gpus": [{"name": "H100"}]}
 
 def run(loss: str, *, seed: int = 0, gib: float = 10, speed: float = 1000, nats: float = 5.0, **more: Any) -> Run:
     summary = {
-        "status": "finished",
-        "reason": None,
-        "model": "gla",
-        "size": "mve",
-        "loss": loss,
-        "data": "text",
-        "seed": seed,
-        "group": "g",
-        "run_name": f"gla-{loss}-{more.get('batch_size', 8)}-s{seed}",
-        "batch_size": 8,
-        "accumulation_steps": 1,
-        "seq_len": 2048,
-        "activation_checkpointing": "none",
-        "chunk_size": None,
-        "loss_options": {},
-        "memory_budget_gib": None,
-        "n_parameters": 10_000_000,
-        "vocab_size": 32000,
-        "precision": "bf16_autocast",
+        "status": "finished", "reason": None, "device": "H200", "world_size": 1, "group": "g",
+        "run_name": f"gla-{loss}-{more.get('batch_size', 8)}-s{seed}", "command": "python train.py experiment=mve",
+        "model": "gla", "size": "mve", "loss": loss, "loss_options": {}, "data": "text", "seed": seed,
+        "n_parameters": 10_000_000, "vocab_size": 32000, "hidden_size": 256, "chunk_size": None,
+        "batch_size": 8, "accumulation_steps": 1, "seq_len": 2048, "steps": 60, "tokens": 1,
+        "activation_checkpointing": "none", "precision": "bf16_autocast",
         "training": f"schedule.steps={more.get('steps', 60)}",
-        "hidden_size": 256,
-        "wall_step_ms": None,
-        "world_size": 1,
-        "steps": 60,
-        "tokens": 1,
-        "train_loss_nats": nats,
-        "valid_loss_nats": nats,
-        "valid_perplexity": 150 + 10 * (nats - 5),
-        "valid_bits_per_byte": 2.0,
-        "peak_memory_bytes": int(gib * GIB),
-        "peak_memory_is": "allocated on the GPU",
+        "train_loss_nats": nats, "valid_loss_nats": nats, "valid_perplexity": 150 + 10 * (nats - 5),
+        "valid_bits_per_byte": 2.0, "memory_budget_gib": None,
+        "peak_memory_bytes": int(gib * GIB), "peak_memory_is": "allocated on the GPU",
         "memory_bytes": {"peak": int(gib * GIB), "loss_forward": 0, "loss_backward": GIB, "parameters": GIB},
-        "tokens_per_second": speed,
-        "tokens_per_second_is": "wall clock",
-        "step_time_ms_median": 1.0,
-        "measured_steps": 50,
-        "mfu": 0.1,
-        "device": "H200",
-        "command": "python train.py experiment=mve",
+        "tokens_per_second": speed, "tokens_per_second_is": "wall clock", "mfu": 0.1, "measured_steps": 50,
+        "step_time_ms_median": 1.0, "wall_step_ms": None,
         **more,
-    }
+    }  # fmt: skip
     return Run(summary, [HERE], {LOSS: [(step, nats + 1 / step) for step in range(1, 41)]})
 
 
@@ -77,16 +51,9 @@ def five(loss: str, **more: Any) -> list[Run]:
 
 
 def answer(loss: str, batch: int, speed: float, environment: dict[str, Any] = HERE) -> dict[str, Any]:
-    s = run(loss).summary
     probes = [{"batch": batch, "fits": True, "tokens_per_second": speed, "peak_bytes": 1, "foreseen_bytes": 1}]
-    return {
-        **s,
-        "max_sequences": batch,
-        "exact": True,
-        "memory_budget_gib": 80.0,
-        "probes": probes,
-        "environment": environment,
-    }
+    found = {"max_sequences": batch, "exact": True, "memory_budget_gib": 80.0, "probes": probes}
+    return {**run(loss).summary, **found, "environment": environment}
 
 
 BLOCKS, FLOAT8 = (f"trainer.compile=blocks trainer.float8={kind} seed=free" for kind in ("none", "blocks"))

@@ -1,7 +1,7 @@
 """One rank of `train.py` or another script, as a launcher starts it; and faults for it.
 
-On CPUs it is forked from a process that has imported everything, or serves many runs (pool.py). With GPUs the process
-is new: FLA asks for the GPU's name when it is imported, and CUDA does not survive a fork.
+On CPUs it is forked from a process that has imported everything. With GPUs the process is new: FLA asks for the GPU's
+name when it is imported, and CUDA does not survive a fork.
 """
 
 import errno
@@ -17,10 +17,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from forked import ROOT, ended, spawn, start
-from pool import Pool
+from forked import ROOT, ended, print_into, spawn, start
 
 from linrnn.config import last_of_each
 from linrnn.distributed.watch import Watch
@@ -41,13 +41,6 @@ def start_ranks(
     return [begin(_rank, *arguments) for arguments in _of_ranks(overrides, world_size, log, fault, script)]
 
 
-def run_in(pool: Pool, overrides: list[str], world_size: int, log: Path) -> list[int | None]:
-    """Exit codes of `train.py` in `world_size` processes of a pool, or in new ones with GPUs; see `start_ranks`."""
-    if "device=cuda" in overrides:  # kernels are compiled
-        return ended(start_ranks(overrides, world_size, log), seconds=240)
-    return pool.run(_rank, _of_ranks(overrides, world_size, log, "", "train.py"), seconds=60)
-
-
 def _of_ranks(overrides: list[str], world_size: int, log: Path, fault: str, script: str) -> list[tuple]:
     """The arguments of `_rank` for every rank."""
     port = free_port()
@@ -64,9 +57,7 @@ def free_port() -> int:
 
 
 def _rank(rank: int, world_size: int, port: int, script: str, overrides: list[str], log: str, fault: str) -> None:
-    with open(log, "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    print_into(log)
     set_launch(rank, world_size, port)
     torch.set_num_threads(1)
     if fault == "signalled_at_once":
@@ -118,6 +109,14 @@ def curve(directory: Path) -> dict[int, tuple[float, float]]:
     return steps
 
 
+def assert_same_curve(directory: Path, other: Path, rounding: float = ROUNDING) -> None:
+    """Two runs have the same steps, with losses and gradient norms that differ by rounding alone."""
+    expected = curve(other)
+    assert curve(directory).keys() == expected.keys()
+    for step, figures in curve(directory).items():
+        assert figures == pytest.approx(expected[step], rel=rounding), step
+
+
 def wait_for_step(group: Path, step: int, seconds: float = 100) -> Path:
     """The only run of a group, after it has written that step."""
     deadline = time.monotonic() + seconds
@@ -137,10 +136,10 @@ def output(log: Path, world_size: int) -> str:
     return "".join(Path(f"{log}.{rank}").read_text() for rank in range(world_size))
 
 
-def trained_in(pool: Pool, overrides: list[str], world_size: int, tmp_path: Path) -> Path:
+def trained_in(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
     """The directory of a finished run with this many ranks."""
-    log = tmp_path / "ranks"
-    assert run_in(pool, overrides, world_size, log) == [0] * world_size, output(log, world_size)
+    log, seconds = tmp_path / "ranks", 240 if "device=cuda" in overrides else 60  # on GPUs kernels are compiled
+    assert ended(start_ranks(overrides, world_size, log), seconds) == [0] * world_size, output(log, world_size)
     [group] = [override.removeprefix("group=") for override in overrides if override.startswith("group=")]
     return next((tmp_path / "results" / group).iterdir())
 

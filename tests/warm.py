@@ -4,21 +4,15 @@ import gc
 from importlib import import_module
 
 import torch
-from frozen import freeze
+from forked import freeze
 from tqdm import tqdm
 
 from linrnn.config import load_config
 from linrnn.models.architecture import MODELS
 from linrnn.models.fla_import import import_fla
 
-LIBRARIES = [
-    "torch._dynamo",
-    "torch._inductor.lowering",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-]
-LIBRARIES += ["hydra", "matplotlib.pyplot", "wandb"]
+LIBRARIES = ["torch._dynamo", "torch._inductor.lowering", "torch.distributed.fsdp", "hydra", "pytest", "transformers"]
+LIBRARIES += ["torch.distributed.checkpoint.state_dict", "matplotlib.pyplot", "wandb"]
 OURS = ["cce_kernels", "linrnn.training.trainer", "linrnn.inference.generate", "linrnn.inference.export"]
 OURS += ["linrnn.commands", "benchmarks.loss", "benchmarks.parallel"]
 OURS += ["linrnn.experiments.sweep", "linrnn.experiments.dry_run", "linrnn.report.write"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from data_helpers import sentences, write_jsonl
-from forked import run_torchrun, start, torchrun_anew
-from rank_process import ROUNDING, as_rank, curve, ended, output, start_ranks, summary_of, wait_for_step
+from forked import ended, run_torchrun, start, torchrun_anew
+from rank_process import ROUNDING, as_rank, assert_same_curve, curve, output, start_ranks, summary_of, wait_for_step
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -57,10 +57,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(
     cut = (f"trainer.batch_size={batch_size}", f"trainer.accumulation_steps={accumulation_steps}")
     directory = trained(small(*RESET, *cut, "parallel=ddp", "group=ddp"), world_size)
     summary = summary_of(directory)
-    expected = curve(trainer.directory.path)
-    assert curve(directory).keys() == expected.keys()
-    for step, figures in curve(directory).items():
-        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+    assert_same_curve(directory, trainer.directory.path)
     assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
     for name in ("steps", "tokens", "status", "data_fingerprint"):
         assert summary[name] == reference[name]
@@ -78,23 +75,19 @@ def test_a_rank_whose_rehearsal_fails_trains_with_the_others(one, small, tmp_pat
     assert ended(start_ranks(overrides, 2, log, "not_rehearsed")) == [0, 0], output(log, 2)
     failed = "compiling ahead failed (ValueError: no rehearsal)"
     assert [output(log, 2).count(failed), Path(f"{log}.1").read_text().count(failed)] == [1, 1]
-    expected = curve(one[0].directory.path)
-    for step, figures in curve(next((tmp_path / "results/ddp").iterdir())).items():
-        assert figures == pytest.approx(expected[step], rel=ROUNDING), step
+    assert_same_curve(next((tmp_path / "results/ddp").iterdir()), one[0].directory.path)
 
 
-def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(small, trained, tmp_path):
+def test_ranks_count_the_bytes_of_the_labels_that_each_evaluates(on_text, trained, tmp_path):
     """Five batches of short documents on two ranks: in the last round one rank has no batch."""
     documents = [text.encode("ascii", "ignore").decode() for text in sentences(600)]
     path = write_jsonl(tmp_path / "text.jsonl", documents)
-    text = [override for override in small("data=text", f"data.path={path}") if not override.startswith("data.n_")]
-    text += ["data.valid_fraction=0.05", "data.tokenizer_vocab_size=300", "data.reset_at_document=true"]
+    text = on_text(f"data.path={path}", "data.valid_fraction=0.05", "data.reset_at_document=true")
     one = Trainer(load_config([*text, "trainer.batch_size=2"]))
     reference = one.fit()
     summary = summary_of(trained([*text, "trainer.batch_size=1", "parallel=ddp", "group=ddp"], 2))
     assert summary["valid_bits_per_byte"] == pytest.approx(reference["valid_bits_per_byte"], rel=ROUNDING)
     valid, tokenizer = one.data.valid, one.data.tokenizer
-    assert tokenizer is not None
     firsts = [0, *valid.document_ends.tolist()]
     labels = [int(i) for at, i in enumerate(valid.read(0, 401)) if at not in firsts and i != tokenizer.eos_id]
     assert valid.document_ends[3] < 401, "several documents"

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from graph_stand_in import Graphs
 from rank_process import curve, summary_of
 from torch.distributed.tensor import DTensor
@@ -43,31 +42,29 @@ def _is_sharded(model: LanguageModel) -> bool:
 
 
 @pytest.mark.parametrize("kept", ["true", "false"])
-def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(kept, monkeypatch):
+def test_a_replay_begins_with_sharded_parameters_though_a_pass_without_gradients_left_them_gathered(
+    kept, group_of_one, monkeypatch
+):
     """FSDP leaves parameters gathered after a forward pass whose backward pass never comes, as in a validation. A graph
     that is captured then would never gather, and validations between replays would use the parameters of the first.
     """
     run = load_config(["model=transformer", "size=smoke", "parallel=fsdp", f"parallel.keep_gathered={kept}"])
     arch = resolve(run.model, run.size, 64)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = build_model(arch, device=CPU, dtype=torch.float32, seed=0)
-        ranks = OneShard(model, run.parallel)
-        step = TrainingStep(
-            model, build_optimizer(model, run.optimizer, CPU), random_batch(2, 16, 64, 0), tokens=32, precision="fp32",
-            device=CPU, max_grad_norm=1.0, ranks=ranks,
-        )  # fmt: skip
-        loss = build_loss(load_config(["loss=standard"]).loss, device=CPU)
-        step(loss)
-        graphs = Graphs(monkeypatch)
-        replayed = step.graphed(loss)
-        for _ in range(2):
-            with torch.no_grad():
-                model(step.batch.input_ids)
-            replayed()
+    model = build_model(arch, device=CPU, dtype=torch.float32, seed=0)
+    ranks = OneShard(model, run.parallel)
+    step = TrainingStep(
+        model, build_optimizer(model, run.optimizer, CPU), random_batch(2, 16, 64, 0), tokens=32, precision="fp32",
+        device=CPU, max_grad_norm=1.0, ranks=ranks,
+    )  # fmt: skip
+    loss = build_loss(load_config(["loss=standard"]).loss, device=CPU)
+    step(loss)
+    graphs = Graphs(monkeypatch)
+    replayed = step.graphed(loss)
+    for _ in range(2):
+        with torch.no_grad():
+            model(step.batch.input_ids)
         replayed()
-    finally:
-        dist.destroy_process_group()
+    replayed()
     assert (graphs.captures, graphs.replays) == (1, 3)
     assert ranks.gathered_before == [True, True, False]
 

@@ -1,14 +1,13 @@
 """parallel=fsdp and parallel=vocab on gloo: ranks that share one model train like one process."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import cce_kernels as kernels
 import pytest
 import torch
-from rank_process import ROUNDING, as_rank, curve, ended, leave_kernels_untuned, output, start_ranks, summary_of
+from rank_process import ROUNDING, as_rank, assert_same_curve, curve, ended, output, start_ranks, summary_of
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
@@ -40,13 +39,6 @@ def one_process(overrides: list[str]) -> tuple[Trainer, dict[str, Any]]:
     return trainer, trainer.fit()
 
 
-def assert_same_curve(directory: Path, one: Trainer, rounding: float = ROUNDING) -> None:
-    expected = curve(one.directory.path)
-    assert curve(directory).keys() == expected.keys()
-    for step, figures in curve(directory).items():
-        assert figures == pytest.approx(expected[step], rel=rounding), step
-
-
 @pytest.mark.parametrize(
     ("world_size", "cut", "more"),
     [
@@ -67,7 +59,7 @@ def test_n_ranks_have_the_losses_gradients_and_validation_of_one(world_size, cut
     rows = 8 if TWO_GROUPS in cut else 4
     one, reference = one_process(small(*common, f"trainer.batch_size={rows}"))
     directory = trained(small(*common, *cut), world_size)
-    assert_same_curve(directory, one)
+    assert_same_curve(directory, one.directory.path)
     summary = summary_of(directory)
     assert summary["valid_loss_nats"] == pytest.approx(reference["valid_loss_nats"], rel=ROUNDING)
     for name in ("steps", "tokens", "status", "data_fingerprint", "n_parameters"):
@@ -104,9 +96,7 @@ def on_gpus(world_size: int, *cut: str) -> Any:
         on_gpus(4, *VOCAB, "trainer.batch_size=2", "parallel.shard_ranks=2", "size.tie_embeddings=false"),
     ],
 )
-def test_in_mixed_precision_the_losses_differ_by_its_rounding(
-    device, world_size, cut, model, small, trained, monkeypatch
-):
+def test_in_mixed_precision_the_losses_differ_by_its_rounding(device, world_size, cut, model, small, trained, request):
     """Compared with one process in fp32. Two runs in bf16 may differ from each other by twice as much.
 
     The gradients' norms are the Transformer's. GLA's first gradients multiply rounding errors
@@ -117,7 +107,7 @@ def test_in_mixed_precision_the_losses_differ_by_its_rounding(
     options = (f"model={model}", f"device={device}", "trainer.precision=bf16_autocast", "size.vocab_size=515")
     if (device, *size) not in of_one_process:
         if device == "cuda":
-            leave_kernels_untuned(monkeypatch.setattr)
+            request.getfixturevalue("untuned")
         one, _ = one_process(small(*options, *size[1:], "trainer.batch_size=4", "trainer.precision=fp32"))
         of_one_process[device, *size] = curve(one.directory.path)
     expected = of_one_process[device, *size]
@@ -142,7 +132,7 @@ def test_a_run_continues_with_another_number_of_ranks(optimizer, rounding, small
     second = trained(small(*same, *FSDP, "trainer.batch_size=2", "trainer.max_steps=4"), 2)
     assert second == first
     assert "resuming at step 2" in (second / "train.log").read_text()
-    assert_same_curve(second, one, rounding)
+    assert_same_curve(second, one.directory.path, rounding)
 
 
 def test_a_dry_run_foresees_what_a_rank_holds(small, monkeypatch, capsys):

@@ -36,13 +36,7 @@ def test_bodies_have_equal_depth_and_width_and_parameters_within_three_percent(s
 
 def test_sizes_are_what_they_are_called():
     mve = architecture("gla", "mve")
-    assert (mve.hidden_size, mve.num_layers, mve.num_heads, mve.head_k_dim, mve.head_v_dim) == (
-        256,
-        2,
-        4,
-        64,
-        128,
-    )
+    assert (mve.hidden_size, mve.num_layers, mve.num_heads, mve.head_k_dim, mve.head_v_dim) == (256, 2, 4, 64, 128)
     for model in MODELS:
         assert architecture(model, "smoke").n_parameters < 1e6
         assert architecture(model, "mve").n_parameters == pytest.approx(10e6, rel=0.05)

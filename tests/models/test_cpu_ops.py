@@ -49,11 +49,7 @@ def inputs(rule: str, n_tokens: int, decay: float, batch: int = 2) -> list[Tenso
 
 
 CHUNKED = {"gla": mixers.chunk_gla, "gated_deltanet": mixers.gated_delta_rule, "kda": mixers.gated_delta_rule}
-STEP_BY_STEP = {
-    "gla": gla_step_by_step,
-    "gated_deltanet": delta_rule_step_by_step,
-    "kda": delta_rule_step_by_step,
-}
+STEP_BY_STEP = {"gla": gla_step_by_step, "gated_deltanet": delta_rule_step_by_step, "kda": delta_rule_step_by_step}
 
 
 def output_and_gradients(function, tensors: list[Tensor], dtype: torch.dtype, **options) -> list[Tensor]:
@@ -89,9 +85,8 @@ def test_chunked_form_equals_the_recurrence_forward_and_backward(rule, n_tokens,
 def test_chunk_size_changes_no_result(rule):
     tensors = inputs(rule, 100, 0.5)
     results = [output_and_gradients(CHUNKED[rule], tensors, torch.float64, chunk_size=size) for size in (16, 32, 128)]
-    for several in zip(*results, strict=True):
-        for x in several[1:]:
-            torch.testing.assert_close(x, several[0], rtol=1e-10, atol=1e-12)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
@@ -104,8 +99,8 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(rule):
         documents = itertools.pairwise(bounds)
         return torch.cat([CHUNKED[rule](*(x[:, a:b] for x in leaves), scale=scale)[0] for a, b in documents], 1)
 
-    for x, y in zip(packed, output_and_gradients(separately, tensors, torch.float64), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+    apart = output_and_gradients(separately, tensors, torch.float64)
+    torch.testing.assert_close(packed, apart, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
@@ -153,9 +148,7 @@ def test_convolution_equals_torchs_forward_and_backward():
     expected = F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=6)).mT
     output, _ = layers.causal_conv1d(x, weight, activation="silu")
     torch.testing.assert_close(output, expected)
-    ours, theirs = (torch.autograd.grad(y.square().sum(), leaves) for y in (output, expected))
-    for x_grad, y_grad in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(x_grad, y_grad)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaves) for y in (output, expected)))
 
 
 def test_convolution_stops_at_document_ends_and_continues_from_a_state():
@@ -175,12 +168,7 @@ def test_convolution_stops_at_document_ends_and_continues_from_a_state():
 
 
 def test_norms_rotation_and_mlp_equal_their_definitions():
-    x, gate, residual, weight = (
-        torch.randn(3, 5, 8),
-        torch.randn(3, 5, 8),
-        torch.randn(3, 5, 8),
-        torch.rand(8),
-    )
+    x, gate, residual, weight = (torch.randn(3, 5, 8), torch.randn(3, 5, 8), torch.randn(3, 5, 8), torch.rand(8))
 
     def normalised(y: Tensor) -> Tensor:
         return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight

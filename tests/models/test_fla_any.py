@@ -60,12 +60,6 @@ def test_what_fla_does_not_have_is_refused_with_a_remedy(overrides, cause, remed
     assert remedy in error.value.remedy
 
 
-def test_the_matched_models_refuse_hybrids_and_name_the_way():
-    with pytest.raises(ConfigError, match=r"model\.attention_every") as error:
-        load_config(["model=gla", "model.attention_every=2"])
-    assert "model=fla" in error.value.remedy
-
-
 def test_name_and_options_are_part_of_a_run_s_name_and_identity(tmp_path):
     config = load_config(["model=fla", "model.config=gsa", "model.options.num_slots=8", "model.attention_every=2"])
     assert run_name(config) == "fla-smoke-cce_kahan-gsa-num_slots_8-attention_every_2-s0"
@@ -139,7 +133,6 @@ def test_the_flops_of_a_recurrence_are_those_of_its_definition(name, step, sizes
     assert arch.recurrence_flops == counted.get_total_flops() > 0
     scan = 5 * arch.num_layers * arch.recurrence_flops
     flops = forward_flops(arch, 1, 5)
-    assert flops is not None
     assert flops["mixer_scan"] == scan
     linears = sum(arch.linears)
     assert costs.model_flops(arch, 1, 5) == 3 * (2 * 5 * (linears + arch.embedding_parameters) + scan)
@@ -154,9 +147,7 @@ def test_a_hybrid_s_attention_layers_count_as_attention():
     assert hybrid.attention_windows == (None, None)
 
     def scan(one: object, tokens: int) -> int:
-        flops = forward_flops(one, 1, tokens)
-        assert flops is not None
-        return flops["mixer_scan"]
+        return forward_flops(one, 1, tokens)["mixer_scan"]
 
     assert scan(hybrid, 256) == scan(arch, 256)
     half = architecture("delta_net", "model.attention_every=2")
@@ -165,9 +156,7 @@ def test_a_hybrid_s_attention_layers_count_as_attention():
     pairs = sum(min(t + 1, 10) for t in range(256))
     assert scan(windowed, 256) == 2 * pairs * 4 * 128
     near, far = "{layers:[0],num_heads:4,window_size:10}", "{layers:[1],num_heads:4}"
-    mixed = [
-        architecture("delta_net", f"model.options.attn=[{one},{other}]") for one, other in ((near, far), (far, near))
-    ]
+    mixed = [architecture("delta_net", f"model.options.attn=[{a},{b}]") for a, b in ((near, far), (far, near))]
     assert [2 * scan(one, 256) for one in mixed] == 2 * [scan(hybrid, 256) + scan(windowed, 256)]
 
 
@@ -257,13 +246,6 @@ def test_the_name_of_a_model_of_fla_s_leads_to_it():
         check_supported(config.model, torch.device("cpu"))
 
 
-def test_a_model_without_a_cpu_form_is_refused_on_a_cpu():
-    config = load_config(["model=fla", "model.config=mamba2"])
-    with pytest.raises(UnsupportedError, match="mamba2 has no CPU form") as error:
-        check_supported(config.model, torch.device("cpu"))
-    assert "model=fla model.config=delta_net" in error.value.remedy
-
-
 @pytest.mark.parametrize("raised", ["by FLA", "elsewhere"])
 def test_what_fla_refuses_in_the_first_step_is_unsupported_with_fla_s_reason(raised, small, monkeypatch):
     from fla.ops.moba import parallel
@@ -313,19 +295,14 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     FACTS.update(usual)
 
 
-def test_the_diff_of_the_page_adds_a_model_that_trains(added, small):
+def test_the_diff_of_the_page_adds_a_model_that_trains_and_is_as_large_as_gla(added, small):
     trainer = Trainer(load_config(small("trainer.max_steps=2", f"model={added}")))
     assert trainer.fit()["status"] == "finished"
     arch = trainer.model.arch
     assert sum(p.numel() for p in trainer.model.parameters()) == arch.n_parameters
     assert costs.model_flops(arch, 1, 64) is not None
     assert trainer.plan.memory_estimate(arch) is None
-
-
-@pytest.mark.parametrize("size", ["smoke", "1b3"])
-def test_the_added_model_has_as_many_parameters_as_gla(added, size):
-    found, gla = (
-        resolve(config.model, config.size, 32000)
-        for config in (load_config([f"model={name}", f"size={size}"]) for name in (added, "gla"))
-    )
-    assert found.n_parameters == pytest.approx(gla.n_parameters, rel=0.013)
+    for size in ("smoke", "1b3"):
+        configs = (load_config([f"model={name}", f"size={size}"]) for name in (added, "gla"))
+        found, gla = (resolve(config.model, config.size, 32000).n_parameters for config in configs)
+        assert found == pytest.approx(gla, rel=0.013)

@@ -67,10 +67,4 @@ def test_no_function_of_torch_or_triton_is_replaced(done):
 def test_one_model_is_imported_and_the_others_when_they_are_named(done):
     assert "torchao" not in done.stderr, "transformers imports it, and no float8 was asked for"
     assert "Enum subclass" not in done.stderr, "so warns torch 2.13 of torchao"
-    assert done.stdout.splitlines()[1:-1] == [
-        "False",
-        "[]",
-        "0.6.0 True",
-        "rwkv7 True RWKV7Attention",
-        "False True",
-    ]
+    assert done.stdout.splitlines()[1:-1] == ["False", "[]", "0.6.0 True", "rwkv7 True RWKV7Attention", "False True"]

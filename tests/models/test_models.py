@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from generation import check_cache
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,19 +25,12 @@ from linrnn.profiling.components import part_modules
 
 CPU = torch.device("cpu")
 TINY = SizeConfig(
-    name="tiny",
-    hidden_size=64,
-    num_layers=2,
-    layer_parameters_per_d2=16,
-    vocab_size=None,
-    tie_embeddings=True,
+    "tiny", hidden_size=64, num_layers=2, layer_parameters_per_d2=16, vocab_size=None, tie_embeddings=True,
     mixers={
-        "gla": MixerDims(2, 16, 32),
-        "gated_deltanet": MixerDims(2, 16, 32),
-        "kda": MixerDims(2, 16, 16),
+        "gla": MixerDims(2, 16, 32), "gated_deltanet": MixerDims(2, 16, 32), "kda": MixerDims(2, 16, 16),
         "transformer": MixerDims(2, 32, 32),
     },
-)
+)  # fmt: skip
 
 
 def architecture(model: str, chunk_size: int | None = None, **size: Any) -> Architecture:
@@ -89,7 +81,6 @@ def test_a_token_changes_no_hidden_state_before_it(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_documents_equal_separate_ones(model):
-    """Two rows of 70 with document ends inside. Hidden states and gradients equal those of separate documents."""
     network = build(model)
     ids = tokens(2, 70)
     bounds = [0, 3, 66, 70, 71, 140]
@@ -121,7 +112,14 @@ def test_evaluation_mode_gives_the_same_hidden_states_at_short_and_long_lengths(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_generation_with_a_cache_follows_the_full_forward_pass(model):
-    check_cache(build(model).hf.eval(), tokens(1, 20))
+    hf, ids = build(model).hf.eval(), tokens(1, 20)
+    with torch.no_grad():
+        step = hf(ids[:, :12], use_cache=True)  # all others come one by one
+        logits = [step.logits]
+        for token in ids[:, 12:].split(1, dim=1):
+            step = hf(token, use_cache=True, past_key_values=step.past_key_values)
+            logits.append(step.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), hf(ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
 
 
 def test_the_transformer_equals_transformers_llama_with_the_same_weights():
@@ -129,23 +127,11 @@ def test_the_transformer_equals_transformers_llama_with_the_same_weights():
 
     network = build("transformer")
     arch = network.arch
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=arch.vocab_size,
-            hidden_size=arch.hidden_size,
-            intermediate_size=arch.intermediate_size,
-            num_hidden_layers=arch.num_layers,
-            num_attention_heads=arch.num_heads,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-        )
-    )
-    renamed = {
-        "embeddings": "embed_tokens",
-        ".attn.": ".self_attn.",
-        "attn_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-    }
+    sizes = {"vocab_size": arch.vocab_size, "hidden_size": arch.hidden_size, "num_hidden_layers": arch.num_layers}
+    sizes |= {"intermediate_size": arch.intermediate_size, "num_attention_heads": arch.num_heads}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=1e-6, tie_word_embeddings=True))
+    renamed = {"embeddings": "embed_tokens", ".attn.": ".self_attn."}
+    renamed |= {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     weights = {}
     for name, tensor in network.hf.state_dict().items():
         for ours, theirs in renamed.items():
@@ -240,7 +226,7 @@ def test_selective_checkpointing_computes_no_linear_layer_again():
     assert full > none
 
 
-@pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "none"), ("blocks", "full"), ("model", "none")])
+@pytest.mark.parametrize(("mode", "checkpointing"), [("blocks", "full"), ("model", "none")])
 def test_compiled_models_give_the_same_gradients(mode, checkpointing, monkeypatch):
     """With Dynamo only (no C++ compiler needed), around a kernel with a chunk size set."""
     network, ids = build("kda", chunk_size=32), tokens(2, 70)
@@ -304,15 +290,6 @@ def saved(model: str, directory: Path, **size: Any) -> Path:
     return directory
 
 
-def test_weights_of_another_architecture_are_refused_and_the_way_is_named(tmp_path):
-    source = saved("gla", tmp_path / "gla", hidden_size=32, layer_parameters_per_d2=20, tie_embeddings=False)
-    with pytest.raises(ConfigError, match=r"it has .*, and this run has ") as error:
-        load_weights(build("gla"), source, "here")
-    assert "model=fla model.config=here" in error.value.remedy
-    with pytest.raises(ConfigError, match="it is a gla"):
-        load_weights(build("kda"), source, "here")
-
-
 def test_other_settings_and_a_missing_directory_are_refused(tmp_path):
     network = build("transformer")
     with pytest.raises(DataError, match="no such directory"):
@@ -322,7 +299,6 @@ def test_other_settings_and_a_missing_directory_are_refused(tmp_path):
     (source / "config.json").write_text(json.dumps({**settings, "window_size": 32}))
     with pytest.raises(ConfigError, match="window_size=32"):
         load_weights(network, source, "here")
-    (source / "config.json").write_text(json.dumps(settings))
     (source / "config.json").write_text("[]")
     with pytest.raises(DataError, match="no JSON object"):
         load_weights(network, source, "here")
@@ -367,8 +343,7 @@ def test_fla_missing_or_of_another_version_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("triton", "capability", "refused"),
-    [("3.6.0", 9, True), ("3.7.1", 9, False), ("3.6.0", 8, False)],
+    ("triton", "capability", "refused"), [("3.6.0", 9, True), ("3.7.1", 9, False), ("3.6.0", 8, False)]
 )
 def test_gated_deltanet_is_refused_on_hopper_with_the_tritons_that_compute_it_wrongly(
     triton, capability, refused, monkeypatch
@@ -404,7 +379,6 @@ def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gpu_kernels_agree_with_the_cpu_versions_checkpointed_or_not(model):
-    """Gradients of FLA's kernels against those of cpu_ops, packed or not."""
     skip_unless_supported(model)
     ids, bounds = tokens(2, 130), torch.tensor([0, 100, 130, 140, 260])
     on_cpu, on_gpu = build(model), build(model).to("cuda")

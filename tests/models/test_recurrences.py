@@ -28,10 +28,7 @@ N_SEQUENCES, LENGTH, VOCAB_SIZE = 2, 300, 96  # the last chunk is not full
 ROUNDING = 0.03
 IN_BF16 = ("q", "k", "v")  # on a CPU some of them are in fp32
 Function = Callable[..., Any]
-MODELS = [
-    *(f"model={name}" for name in ("gla", "gated_deltanet", "kda")),
-    "model=fla model.config=delta_net",
-]
+MODELS = [*(f"model={name}" for name in ("gla", "gated_deltanet", "kda")), "model=fla model.config=delta_net"]
 ON_CPU = [("cpu", model, "smoke") for model in (*MODELS, "model=gla model.chunk_size=128")]
 ON_GPU = [("cuda", model, size) for model in MODELS for size in ("smoke", "mve", "350m", "1b3")]
 
@@ -50,9 +47,7 @@ def errors(device: str, model: str, size: str) -> dict[str, float]:
     found = outputs_and_gradients(function, arguments)
     with without_tf32():
         expected = outputs_and_gradients(on_the_device_of_its_inputs, exact)
-    return {
-        name: float((found[name].double() - value).norm() / value.double().norm()) for name, value in expected.items()
-    }
+    return {name: float((found[name].double() - true).norm() / true.double().norm()) for name, true in expected.items()}
 
 
 def recurrence(device: str, model: str, size: str) -> tuple[Function, Function, dict[str, Any]]:
@@ -81,7 +76,6 @@ def recurrence(device: str, model: str, size: str) -> tuple[Function, Function, 
         network(ids.to(device))
     function, plain, arguments = calls[0]
     if config.model.chunk_size is not None:
-        assert facts.chunks is not None
         function = functools.partial(facts.chunks.own or function, chunk_size=config.model.chunk_size)
     return function, plain, arguments
 

@@ -135,7 +135,6 @@ def test_which_configurations_are_measured_and_what_is_recorded(mode, batch, wid
     assert call(tuned, batch, width) == tiles
     assert call(tuned, batch, width) == tiles[-1:], "it is chosen once"
     found = tuning.used()
-    assert found is not None
     assert {name for name in ("stored", "near", "first", "tuned") if found[name]} == {source}
     chosen = {f"B={batch} D={width} bfloat16": {16: SMALL, 32: LARGE}[tiles[-1]]}
     assert found["choices"] == {f"{KERNEL} {key}": config for key, config in chosen.items()}

@@ -148,10 +148,7 @@ def cut(directory: Path, right: Tensors) -> None:
     ("change", "cause"),
     [
         (with_shards(lambda d, i: (d / "model-00002-of-00003.safetensors").unlink()), "00002-of-00003.*cannot be read"),
-        (
-            with_shards(lambda d, i: write_index(d, {**i, "more": "model-00004-of-00003.safetensors"})),
-            "00004.*cannot",
-        ),
+        (with_shards(lambda d, i: write_index(d, {**i, "more": "model-00004-of-00003.safetensors"})), "00004.*cannot"),
         (with_shards(lambda d, i: write_index(d, {**i, "more": i[HEAD]})), "cannot be read .*more"),
         (with_shards(lambda d, i: write_index(d, {k: f for k, f in i.items() if k != HEAD})), f"lacks {HEAD}"),
         (with_shards(lambda d, i: write_index(d, {**i, HEAD: i[EMBEDDING]})), f"cannot be read .*{HEAD}"),

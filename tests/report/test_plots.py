@@ -40,11 +40,8 @@ def test_seeds_are_one_line_with_a_band_and_a_panel_has_six_lines_at_most():
     assert len(top.lines) == 5, "four losses, one of them with two options"
     assert len(bottom.lines) == 4, "all but the baseline"
     assert len(top.collections) == 4, "bands of those with several seeds"
-    many = [
-        replace(run, summary={**run.summary, "loss": f"loss{i}", "run_name": f"{i}"})
-        for i in range(9)
-        for run in runs[:1]
-    ]
+    named = [{"loss": f"loss{i}", "run_name": f"{i}"} for i in range(9)]
+    many = [replace(runs[0], summary=runs[0].summary | names) for names in named]
     crowded = plots.loss_curves([*many, *[run for run in runs if run.summary["loss"] == "compiled"]])
     assert len(crowded.axes[0].lines) == 6
     assert any("compiled" in text.get_text() for text in crowded.legends[0].get_texts())

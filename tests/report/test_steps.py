@@ -45,7 +45,6 @@ def folder(small_of_module: Callable[..., list[str]], tmp_path_factory: pytest.T
 
 
 def test_runs_that_were_trained_here_become_a_page(folder):
-    """Every run, its command, sentences, a target's answer."""
     text = (folder / "report.md").read_text()
     first, second = [line for line in text.splitlines() if line.startswith("* ")][:2]
     assert first == "* 10 runs of Transformer (smoke) on cpu: 10 finished."
