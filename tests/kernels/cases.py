@@ -18,6 +18,8 @@ from cce_kernels import linear_cross_entropy, planner, reference_linear_cross_en
 from cce_kernels.runtime.interpreter import INTERPRETED
 from quick_interpreter import patch_once
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if INTERPRETED:
     patch_once()
@@ -277,6 +279,18 @@ def _rounded_terms(
 
 def _truth_options(case: Case) -> dict[str, Any]:
     return {k: v for k, v in case.options.items() if k not in ("workspace_mib", "accumulate")}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches the operators called inside. nbytes: the largest memory behind a tensor that one of them returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        found = [x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor)]
+        self.nbytes = max([self.nbytes, *found])
+        return result
 
 
 @contextmanager

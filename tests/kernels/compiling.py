@@ -198,7 +198,7 @@ SHORT_ROWS = Case("short", dtype=BF16, **PLAIN)
 _FILTERED = Case("filtered", dtype=BF16, bias=True, **PLAIN, options={"filter_eps": 2**-8, "filter_c": False})
 _SOFTCAP = Case("softcap", dtype=BF16, **PLAIN | {"dim": 2048, "shape": (1024,)}, options={"softcap": 20.0})
 _EVERY_OPTION = Case("every_option", dtype=BF16, bias=True, **PLAIN | {"dim": 1152}, options=EVERYTHING)
-OF_THE_TABLE: dict[str, Callable[[], None]] = {
+OF_TABLE: dict[str, Callable[[], None]] = {
     "recomputed": partial(launch_all, _EVERY_OPTION, return_metrics=True),
     "filtered": partial(launch_all, _FILTERED),
     "stored": partial(launch_all, _SOFTCAP, rows=1024, return_metrics=True),

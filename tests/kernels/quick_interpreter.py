@@ -7,7 +7,6 @@ answer only if `debug` is set; the other asks whether numpy's numbers are as wid
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -25,7 +24,6 @@ def patch_once() -> None:
     _keep_the_language_in_place(tl, interpreter)
     _make_types_once(tl.core, interpreter)
     _convert_types_once(tl, interpreter)
-    _call_at_once(tl, interpreter)
     # Rows of a program where kernels take row by row, and entries of a list that are read together: fewer steps.
     for module, rows in (("schemes.stored_rows", 128), ("triton.targets.order", 64), ("triton.logits", 64)):
         import_module(f"cce_kernels.{module}").ROWS = rows
@@ -49,39 +47,6 @@ def _keep_the_language_in_place(tl: Any, interpreter: Any) -> None:
         return patch(function)
 
     interpreter._patch_lang = patch_what_is_not
-
-
-def _call_at_once(tl: Any, interpreter: Any) -> None:
-    """Call the language's functions without the wrapper that only checks for the builder."""
-    core = tl.core
-    calls: dict[tuple[Any, str], Callable[..., Any]] = {}
-
-    @core.builtin
-    def example(_semantic: Any = None) -> None: ...
-
-    def called(member: Any) -> Callable[..., Any]:
-        function = member.__wrapped__ if getattr(member, "__code__", None) is example.__code__ else member
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = interpreter.interpreter_semantic
-            return function(*args, **kwargs)
-
-        return call
-
-    def replace_member(package: Any, name: str, member: Any, _: Any, scope: Any) -> None:
-        if (package, name) not in calls:
-            calls[package, name] = called(member)
-        scope.set_attr(package, name, calls[package, name])
-
-    members: dict[Any, list[tuple[str, Any]]] = {}
-
-    def replace_members(package: Any, builder: Any, scope: Any) -> None:
-        if package not in members:
-            members[package] = [(name, x) for name, x in inspect.getmembers(package) if core.is_builtin(x)]
-        for name, member in members[package]:
-            replace_member(package, name, member, builder, scope)
-
-    interpreter._patch_attr, interpreter._patch_builtin = replace_member, replace_members
 
 
 class Shape(tuple[int, ...]):

@@ -184,13 +184,20 @@ OTHERS = [
     (reference_linear_cross_entropy, ValueError, "reduction", "average"),  # it took the mean
     (reference_linear_cross_entropy, ValueError, "shift", 7),  # it took other rows
     (reference_linear_cross_entropy, TypeError, "shift", 1.0),
+    (predicted_tokens, TypeError, "e", [1]),
+    (predicted_tokens, ValueError, "e", E.long()),
+    (predicted_tokens, ValueError, "c", C.T),
+    (predicted_tokens, ValueError, "bias", C[:3, 0]),
+    (predicted_tokens, ValueError, "workspace_mib", 0),
+    (predicted_tokens, ValueError, "logit_scale", float("nan")),
 ]
 
 
-@pytest.mark.parametrize(("function", "kind", "name", "value"), OTHERS, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(("function", "kind", "name", "value"), OTHERS)
 def test_other_functions_refuse_wrong_arguments_by_name(function, kind, name, value):
+    targets = {} if function is predicted_tokens else {"targets": T}
     with pytest.raises(kind, match=f"^{name}: "):
-        function(**{"e": E, "c": C, "targets": T, name: value})
+        function(**{"e": E, "c": C} | targets | {name: value})
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, on sparse and nested tensors
@@ -223,10 +230,8 @@ def test_a_call_crosses_the_operators_as_text_without_a_loss(options, ignore_ind
 
 def test_numbers_of_other_types_are_as_they_were():
     want = linear_cross_entropy(E, C, T, softcap=3.0, logit_scale=2.0, ignore_index=2)
-    numpy = pytest.importorskip("numpy")
-    got = linear_cross_entropy(E, C, T, softcap=3, logit_scale=numpy.float32(2), ignore_index=numpy.int64(2))
-    assert torch.equal(got, want)
-    assert torch.equal(
-        linear_cross_entropy(E, C, T, softcap=Fraction(3), logit_scale=Fraction(2), ignore_index=2), want
-    )
-    assert torch.equal(linear_cross_entropy(E, C, T, softcap=3, logit_scale=2, ignore_index=torch.tensor(2)), want)
+    for softcap, logit_scale, ignore_index in (
+        (3, np.float32(2), np.int64(2)), (Fraction(3), Fraction(2), 2), (3, 2, torch.tensor(2))
+    ):  # fmt: skip
+        options = {"softcap": softcap, "logit_scale": logit_scale, "ignore_index": ignore_index}
+        assert torch.equal(linear_cross_entropy(E, C, T, **options), want)

@@ -3,8 +3,6 @@
 cases.CASES has both with every option, at twice torch's error.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from cce_kernels import linear_cross_entropy
 from cce_kernels.operators import cross_entropy
 from cce_kernels.options import Call, Inputs
 from cce_kernels.runtime.interpreter import INTERPRETED
-from everywhere import devices, kernels
+from everywhere import devices, devices_with, kernels
 from stored_cases import three_products
 from torch import Tensor
 
@@ -22,10 +20,6 @@ ROWS = 100
 FOUR, ONE_CHUNK, CHUNKS = 0, 128, 64  # products; or three, in chunks of so many rows
 SMALL = Case("weights", shape=(50,), dim=24, vocab=300)
 PATHS = {"recomputed": {}, "filter": {"filter_eps": 2.0**-6}, "tail": {"filter_eps": 2.0**-6, "filter_unbiased": True}}
-
-
-def scheme(rows: int) -> AbstractContextManager[None]:
-    return three_products(rows) if rows else nullcontext()
 
 
 def weights_like(targets: torch.Tensor) -> torch.Tensor:
@@ -47,29 +41,6 @@ def test_weights_are_upstream_gradients_of_row_losses(options, device):
         assert error(grad, wanted) < 1e-6
     weighted = linear_cross_entropy(e, c, targets, reduction="none", token_weights=weights, **options)
     assert torch.equal(weighted, torch.where(targets == IGNORE, 0, weights * rows))
-
-
-@devices
-@pytest.mark.parametrize("rows", [FOUR, CHUNKS])
-def test_weights_of_1_and_calls_again_give_the_same_bits(rows, device):
-    if rows and device == "cpu" and not INTERPRETED:
-        rows = FOUR  # blockwise torch has one scheme
-    e, c, targets, _ = drawn(device)
-    targets = targets[:, 0]
-
-    def results(**weights):
-        with scheme(rows):
-            loss = linear_cross_entropy(e, c, targets, label_smoothing=0.1, z_loss=1e-3, **weights)
-            return [loss, *gradients(loss, (e, c))]
-
-    plain, ones, again, twos = (
-        results(**{} if x is None else {"token_weights": torch.full(targets.shape, x, device=device)})
-        for x in (None, 1.0, 1.0, 2.0)
-    )
-    for a, b, once_more, of_twos in zip(plain, ones, again, twos, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(b, once_more)
-        assert torch.equal(of_twos, b)  # a mean
 
 
 @devices
@@ -124,7 +95,7 @@ def test_it_is_cross_entropy_with_soft_targets(rows, reduction, bias, device):
     e, c, targets, weights = drawn(device)
     b, s = (torch.linspace(-2, 2, VOCAB, device=device).requires_grad_(), 0.1) if bias else (None, 0.0)
     options = {"bias": b, "reduction": reduction, "label_smoothing": s}
-    with scheme(rows):
+    with three_products(rows):
         loss = linear_cross_entropy(e, c, targets, target_weights=weights, **options)
         got = gradients(loss, (e, c, b))
     e64, c64, b64 = in_fp64(e, c, b)
@@ -144,7 +115,7 @@ def test_a_student_near_its_teacher_learns_as_precisely_as_with_logits_in_fp32(r
         noise = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(4)).to(device)
         teacher = (e.float() @ c.float().T + 0.1 * noise).softmax(dim=1)
     weights, targets = teacher.topk(4 if INTERPRETED else 16)
-    with scheme(rows):
+    with three_products(rows):
         got = gradients(linear_cross_entropy(e, c, targets, target_weights=weights), (e, c))
     in_fp32 = gradients(dense(e.float(), c.float(), targets, weights).mean(), (e, c))
     e64, c64 = in_fp64(e, c)
@@ -153,21 +124,29 @@ def test_a_student_near_its_teacher_learns_as_precisely_as_with_logits_in_fp32(r
         assert error(grad, truth) < 1.5 * error(fp32, truth)
 
 
-@kernels
-@pytest.mark.parametrize("rows", [FOUR, ONE_CHUNK, CHUNKS])
-def test_one_target_is_one_with_token_weights_and_calls_give_the_same_bits(rows, device):
-    def results(targets: Tensor, **weights: Tensor) -> list[Tensor]:
-        with scheme(rows):
-            loss = linear_cross_entropy(e, c, targets, reduction="sum", z_loss=1e-3, **weights)
+@devices_with("rows", [FOUR], [FOUR, ONE_CHUNK, CHUNKS], on_gpu=[ONE_CHUNK, CHUNKS])  # blockwise torch has one scheme
+def test_calls_again_weights_of_1_and_one_target_of_several_give_the_same_bits(rows, device):
+    e, c, targets, weights = drawn(device)
+    first = targets[:, 0]
+
+    def results(targets: Tensor, *of_rows: float, **options) -> list[Tensor]:
+        if of_rows:
+            options["token_weights"] = torch.full(targets.shape, *of_rows, device=device)
+        with three_products(rows):
+            loss = linear_cross_entropy(e, c, targets, z_loss=1e-3, **options)
             return [loss, *gradients(loss, (e, c))]
 
-    e, c, targets, weights = drawn(device)
-    one = results(targets[:, 0], token_weights=weights[:, 0])
-    for a, b in zip(one, results(targets[:, :1], target_weights=weights[:, :1]), strict=True):
-        assert torch.equal(a, b)
-    first = results(targets, target_weights=weights)
-    for a, b in zip(first, results(targets, target_weights=weights), strict=True):
-        assert torch.equal(a, b)
+    smoothed, of_sum = {"label_smoothing": 0.1}, {"reduction": "sum"}
+    one = results(first, 1.0, **smoothed)
+    for found, same in (
+        (results(first, **smoothed), one),
+        (results(first, 1.0, **smoothed), one),
+        (results(first, 2.0, **smoothed), one),  # a mean
+        (results(first, token_weights=weights[:, 0], **of_sum),
+         results(targets[:, :1], target_weights=weights[:, :1], **of_sum)),
+        *[[results(targets, target_weights=weights, **of_sum) for _ in range(2)]],
+    ):  # fmt: skip
+        assert all(map(torch.equal, found, same))
 
 
 @devices

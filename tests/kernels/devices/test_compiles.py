@@ -4,6 +4,7 @@ For Hopper (9.0) every branch of every kernel, with every tile of Hopper's row.
 """
 
 import os
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,17 +17,7 @@ pytest.importorskip("triton")
 
 from cce_kernels.runtime.devices import SHARED_KIB
 from cce_kernels.runtime.tiles import HOPPER, row_for, target
-from compiling import (
-    EVERYTHING,
-    LARGE,
-    OF_THE_TABLE,
-    PLAIN,
-    SHORT_ROWS,
-    Plan,
-    check_resources,
-    launch_all,
-    launch_lists,
-)
+from compiling import EVERYTHING, LARGE, OF_TABLE, PLAIN, SHORT_ROWS, Plan, check_resources, launch_all, launch_lists
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled there")
 # Bytes of shared memory that one program may have (CUDA C++ Programming Guide, technical specifications by compute
@@ -109,17 +100,17 @@ ON_HOPPER: dict[str, Callable[[], None]] = {
         f"lists {dtype} {rule}": partial(launch_lists, DTYPES[dtype], *LISTS[rule])
         for dtype in DTYPES for rule in LISTS
     },
-    **{f"table {name}": launch for name, launch in OF_THE_TABLE.items()},
+    **{f"table {name}": launch for name, launch in OF_TABLE.items()},
 }  # fmt: skip
 
 
 # The others are the same everywhere: with pointers and with TMA is enough.
-ELSEWHERE: dict[str, Callable[[], None]] = OF_THE_TABLE | {
+ELSEWHERE: dict[str, Callable[[], None]] = OF_TABLE | {
     "lists": partial(launch_lists, BF16, unbiased=True, mass=None),
     "fp32": partial(launch_all, RECOMPUTED[-1]),
     "stored-rows": partial(launch_all, SHORT_ROWS, rows=256, return_lse=True),
 }
-CASES = {80: ELSEWHERE, 90: ON_HOPPER, 100: OF_THE_TABLE, 120: ELSEWHERE}
+CASES = {80: ELSEWHERE, 90: ON_HOPPER, 100: OF_TABLE, 120: ELSEWHERE}
 
 
 @cache
@@ -186,12 +177,26 @@ def test_fp32_parameters_under_autocast_get_fp32_gradients_from_bf16_products():
         assert not launch.full_precision
 
 
+# They read and write 8 or 16 bytes at a time, also where D is a multiple of 8 and not of 16.
+WIDE = {"target_logits_kernel", "product_kernel", "scaled_rows_kernel", "hidden_kernel"}
+
+
+@pytest.mark.parametrize("rows", [256, 128], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize("dim", [1000, 1024])
+def test_no_kernel_moves_single_numbers_of_16_bits(dim, rows):
+    """At D = 1000 every gradient was read and written 2 bytes at a time, and its rounding error 1 byte at a time."""
+    case = Case("wide", shape=(200,), dim=dim, vocab=1024, dtype=BF16)
+    compiled = Plan(90, {"wide": partial(launch_all, case, rows=rows)}, WIDE).compile("wide")
+    assert {launch.name for launch, _ in compiled} >= WIDE - {"hidden_kernel"}
+    narrow = r"(?:ld|st)\.global\.b(?:8|16)\b"
+    found = [(launch.name, seen) for launch, kernel in compiled if (seen := re.findall(narrow, kernel.asm["ptx"]))]
+    assert found == []
+
+
 @pytest.mark.parametrize("capability", [80, 100, 120])
 def test_what_is_compiled_takes_every_path_that_is_launched(capability):
     candidates, chosen = plan(capability).candidates, plan(capability).chosen
-    assert {path for launch in chosen for path in launch.paths()} == {
-        p for launch in candidates for p in launch.paths()
-    }
+    assert {p for launch in chosen for p in launch.paths()} == {p for launch in candidates for p in launch.paths()}
     assert {launch.name for launch in candidates} >= set(LARGE)
     assert 10 < len(chosen) < 0.6 * len(candidates)
 

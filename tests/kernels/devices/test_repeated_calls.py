@@ -50,8 +50,7 @@ REPEATED = [
     Repeated("z_loss", {"z_loss": 1e-3}, forward=False, backward=False),
     Repeated("row losses", {"reduction": "none"}, backward=False),
     Repeated("lse", {"return_lse": True}),
-    Repeated("weights, chunks", rows=64, weights=True),
-    Repeated("main_grad, chunks", rows=64, main_grad=True),
+    Repeated("weights, main_grad, chunks", rows=64, weights=True, main_grad=True),
     Repeated("bias", bias=True, backward=False),
     Repeated("softcap, chunks", {"softcap": 30.0}, rows=64),
     Repeated("fp32 sums, chunks", {"accumulate": "fp32"}, rows=64),
@@ -155,8 +154,8 @@ def as_usual() -> Iterator[None]:
         yield
 
 
-INTERPRETED = ("chunks", "weights, chunks", "main_grad, chunks", "bias", "only e", "metrics",
-               "padded fp32 weights under autocast", "four products")  # fmt: skip
+INTERPRETED = ("weights, main_grad, chunks", "bias", "only e", "metrics", "padded fp32 weights under autocast",
+               "four products")  # fmt: skip
 
 
 @devices_with("case", [], [case for case in REPEATED if case.name in INTERPRETED], on_gpu=REPEATED)
@@ -270,7 +269,6 @@ def test_a_loss_may_be_changed_in_place(device, monkeypatch):
 
 @kernels
 def test_evaluation_and_training_are_two_kinds_of_calls(device, monkeypatch):
-    """A forward pass alone, in fp32, and then with gradients."""
     runs = begun(device, monkeypatch, rows=None)
     g = torch.Generator().manual_seed(0)
     e, c = (torch.randn(n, 32, generator=g).to(device, FP32) for n in (40, 90))

@@ -3,8 +3,6 @@
 import importlib
 import inspect
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,29 +47,19 @@ def test_every_example_is_short_and_tried():
         assert len(lines) <= 30, f"{name}: {len(lines)} lines"
 
 
-def trains(name: str, device: str, calls: list[str], folder: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", TRAINING)
+def test_an_example_trains_with_this_loss(name, device, calls, tmp_path, untuned):
     pytest.importorskip({"trl_sft": "trl", "lightning_module": "lightning"}.get(name, "torch"))
-    main: Callable[..., list[float]] = load_example(name).main
-    where = {"folder": str(folder)} if "folder" in inspect.signature(main).parameters else {}
+    if (name, device) == ("fla_criterion", "cpu"):  # FLA's layers have no CPU version of their own
+        importlib.import_module("linrnn.models.cpu_ops").install()
+    main = load_example(name).main
+    where = {"folder": str(tmp_path)} if "folder" in inspect.signature(main).parameters else {}
     losses = main(device=device, **where)
     assert len(losses) == 5
     assert losses[0] == pytest.approx(math.log(1000), abs=0.4)
     assert losses[-1] < losses[0] - 0.1
     assert len([place for place in calls if place == device]) >= 5
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_an_example_trains_with_this_loss(name, calls, tmp_path):
-    if name == "fla_criterion":  # FLA's layers have no CPU version of their own
-        importlib.import_module("linrnn.models.cpu_ops").install()
-    trains(name, "cpu", calls, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("untuned")
-@pytest.mark.parametrize("name", TRAINING)
-def test_an_example_trains_with_this_loss_on_a_gpu(name, calls, tmp_path):
-    trains(name, "cuda", calls, tmp_path)
 
 
 @pytest.mark.gpu
@@ -115,5 +103,4 @@ def test_torchtitans_loss_is_its_chunked_one():
         value, _ = loss(hidden, labels, torch.tensor(13.0))
         value.backward()
         results.append([value.detach(), hidden.grad, head.weight.grad.clone()])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*results)

@@ -6,22 +6,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import cases
 import pytest
 import torch
-from cases import (
-    BF16,
-    FP16,
-    FP32,
-    IGNORE,
-    Case,
-    check_default_dtype,
-    draw,
-    error,
-    gradients,
-    in_fp64,
-    of_operator,
-    torch_path,
-)  # fmt: skip
+from cases import BF16, FP16, FP32, IGNORE, Case, draw, error, gradients, in_fp64, torch_path
 from cce_kernels import PRESETS, linear_cross_entropy, reference_linear_cross_entropy
 from cce_kernels.filter import rule as filter_rule
 from cce_kernels.filter.rule import Rule
@@ -208,7 +196,6 @@ def test_adversarial_rows(unbiased, device):
 
 @devices
 def test_no_mass_may_be_dropped(device):
-    """filter_mass=0 drops nothing: the result has the same bits as without a filter."""
     e, c, targets, _ = drawn(Filtered("exact"), BF16, device)
     with_filter = linear_cross_entropy(e, c, targets, filter_eps=2.0**-6, filter_mass=0)
     without = linear_cross_entropy(e, c, targets)
@@ -279,8 +266,8 @@ def test_likely_entries_are_drawn_from_smaller_groups(dtype, device, monkeypatch
 
 # What is changed in cce_kernels.filter, and a case that then takes a way of its own.
 ALTERED: dict[str, tuple[dict[str, Any], Filtered]] = {
-    "blocks of rows and chunks of columns": (BLOCKS, Filtered("blocks", UNBIASED)),
-    "blocks, fp32 sums": (BLOCKS, Filtered("blocks", UNBIASED | {"accumulate": "fp32", "z_loss": 1e-2})),
+    "blocks of rows and chunks of columns": (BLOCKS, Filtered("blocks", UNBIASED, SMALL)),
+    "blocks, fp32 sums": (BLOCKS, Filtered("blocks", UNBIASED | {"accumulate": "fp32", "z_loss": 1e-2}, SMALL)),
     "several segments": ({"select.EIGHTS": 32, "select.FOUND": 64}, Filtered("segments", UNBIASED, (20, 16, 610))),
     "lists sorted in parts": ({"gather.ListMemory.parts": lambda _: 4}, Filtered("parts", UNBIASED, (10, 300, 330))),
     "too few slots": ({"select.SLOTS": 8}, Filtered("slots", UNBIASED, (20, 16, 610), overflows=True)),
@@ -299,7 +286,7 @@ def test_ways_that_small_problems_do_not_take(name, monkeypatch):
 @interpreted
 def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
     e, c, targets, _ = drawn(Filtered("operator", shape=(20, 16, 300)), BF16, "cpu")
-    arguments = of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)
+    arguments = cases.of_operator(e, c, targets, return_metrics=False, filter_eps=2.0**-6, filter_unbiased=True)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.cce_kernels_interpreted.cross_entropy.default, arguments, test_utils=checks)
 
@@ -307,4 +294,4 @@ def test_the_operator_returns_what_its_fake_kernel_says_of_lists_and_samples():
 @interpreted
 def test_a_default_dtype_of_few_bits_rounds_no_threshold():
     eps = 2.0**-8 * (1 + 0.98 * 2.0**-8)  # 2^-8 in bf16
-    check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)
+    cases.check_default_dtype({"filter_eps": eps, "filter_unbiased": True}, BF16, "cpu", rows=24)

@@ -84,8 +84,7 @@ def step(model: Any, ids: Tensor, **call: Any) -> list[Tensor]:
 
 
 def same(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-5) -> None:
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", names())

@@ -15,12 +15,13 @@ import accelerate
 import cce_kernels
 import pytest
 import torch
-import torch.distributed.tensor.parallel
 import transformers
 from cce_kernels.huggingface import deferred
 from patch_models import MIXERS, VOCAB, assert_same, batch, build_fla, build_hf, initialised, same_step, step
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 CLASSES = [
     *("Cohere", "Cohere2", "Gemma2", "Gemma3", "Glm4", "Granite", "Llama", "Olmo3", "Phi", "Qwen3"),
@@ -280,20 +281,13 @@ def test_a_forward_over_patchs_is_told(wrapped, accelerator):
     assert "logits" not in cce_kernels.patch(model)(ids, labels=labels)
 
 
-@pytest.fixture
-def one_rank():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("build", [lambda: build_hf("Llama"), lambda: build_fla("GLA")])
-def test_a_model_that_fsdp2_has_sharded(one_rank, build):
-    model = build()
+def test_a_model_that_fsdp2_has_sharded(group_of_one, build):
+    model, mesh = build(), init_device_mesh("cpu", (1,))
     want, _, _ = step(copy.deepcopy(model), input_ids=ids, labels=labels)
     cce_kernels.patch(model)
     for layer in (*model.model.layers, model):  # the head belongs to the last group
-        fully_shard(layer, mesh=one_rank)
+        fully_shard(layer, mesh=mesh)
     assert type(model).__name__.startswith("FSDP")
     got, _, output = step(model, input_ids=ids, labels=labels)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -309,8 +303,6 @@ def test_a_model_that_fsdp2_has_sharded(one_rank, build):
 
 
 # ------------------------------------------------------------------------------------------ options
-
-
 def test_the_filter_changes_gradients_and_not_the_loss():
     model = build_hf("Llama")
     want_loss, want, _ = step(model, input_ids=ids, labels=labels)
@@ -420,8 +412,8 @@ def test_models_of_another_structure_are_refused_with_the_reason(build, message)
     assert "\n" not in str(error.value)
 
 
-def test_a_sharded_head_is_refused(one_rank):
-    model, column = build_hf("Llama"), torch.distributed.tensor.parallel.ColwiseParallel()
-    torch.distributed.tensor.parallel.parallelize_module(model, one_rank, {"lm_head": column})
+def test_a_sharded_head_is_refused(group_of_one):
+    model = build_hf("Llama")
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"lm_head": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"DTensor.*sharding"):
         cce_kernels.patch(model)

@@ -59,10 +59,6 @@ def on_head(function: Callable[..., Any], *args: Any, **options: Any) -> Callabl
     return lambda model: function(model.lm_head, *args, **options)
 
 
-def head_method(name: str, *args: Any) -> Callable[[Any], None]:
-    return lambda model: getattr(model.lm_head, name)(*args)
-
-
 def replaced_forward(model: Any) -> None:
     head = model.lm_head
     head.forward = lambda x: 2 * nn.functional.linear(x, head.weight)
@@ -139,7 +135,7 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "weight set": (llama, lambda model: model.lm_head.weight.data.mul_(2), EQUAL),
     "weight replaced": (
         llama,
-        sets("lm_head.weight", nn.Parameter(torch.linspace(-1, 1, 96 * 32).view(96, 32))),
+        sets("lm_head.weight", nn.Parameter(torch.ones(96, 32).cumsum(0) / 96)),
         EQUAL,
     ),
     "weight's own hook": (llama, lambda model: model.lm_head.weight.register_hook(lambda grad: 3 * grad), EQUAL),
@@ -151,9 +147,9 @@ ALTERATIONS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str | None
     "scale set": (model_of("Cohere"), sets("logit_scale", 0.5), EQUAL),
     "scale learned": (model_of("Cohere"), learned_scale, "logit_scale: must be a number"),
     # the head itself
-    "forward hook": (llama, head_method("register_forward_hook", double), HOOKS),
-    "forward pre-hook": (llama, head_method("register_forward_pre_hook", lambda _, x: (2 * x[0],)), HOOKS),
-    "backward hook": (llama, head_method("register_full_backward_hook", lambda _, dx, __: (2 * dx[0],)), HOOKS),
+    "forward hook": (llama, on_head(nn.Module.register_forward_hook, double), HOOKS),
+    "forward pre-hook": (llama, on_head(nn.Module.register_forward_pre_hook, lambda _, x: (2 * x[0],)), HOOKS),
+    "backward hook": (llama, on_head(nn.Module.register_full_backward_hook, lambda _, dx, __: (2 * dx[0],)), HOOKS),
     "hooks of every module": (llama, every_module, HOOKS),
     "replaced forward": (llama, replaced_forward, REPLACED),
     "replaced forward of nn.Linear": (llama, every_linear, REPLACED),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from everywhere import run_ranks
 from patch_models import batch, build_hf
-from test_ranks import RANKS, free_port
+from rank_process import free_port, set_launch
+from test_ranks import RANKS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the ranks have their own process")
 pytest.importorskip("deepspeed")
@@ -49,8 +50,8 @@ def trained(patched: bool, rank: int, device: str, **options: Any) -> list[float
 
 def a_rank(rank: int, port: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "DS_ACCELERATOR": device}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    set_launch(rank, RANKS, port)
+    os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
     if device == "cuda":

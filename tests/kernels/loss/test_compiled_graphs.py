@@ -104,22 +104,13 @@ def test_shapes_of_losses_and_gradients(options, kind):
         loss.sum().backward()
     assert loss.shape == ((6, 39) if options.get("reduction") == "none" else ())
     assert (loss.dtype, loss.device.type) == (torch.float32, device)
-    assert e.grad is not None
     assert (e.grad.shape, e.grad.dtype) == (e.shape, e.dtype)
     if "main_grad_c" not in options:
-        assert c.grad is not None
         assert (c.grad.shape, c.grad.dtype) == (c.shape, c.dtype)
     if "return_lse" in options:
         assert extras[0].shape == (6, 39)
     if "return_stats" in options:
         assert {x.shape for of in extras for x in of.values()} == {()}
-
-
-def test_shapes_on_a_gpu_that_is_not_here():
-    with FakeTensorMode(), torch.no_grad():
-        e, c = (torch.empty(n, 256, device="cuda", dtype=torch.bfloat16) for n in (2048, 32000))
-        loss = linear_cross_entropy(e, c, torch.empty(2048, device="cuda", dtype=torch.int64))
-    assert (loss.shape, loss.device.type) == ((), "cuda")
 
 
 @pytest.mark.parametrize(("rows", "filtered"), [(8192, True), (1024, False)])

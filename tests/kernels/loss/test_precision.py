@@ -79,7 +79,6 @@ def far(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     {}, {"reduction": "none"}, {"z_loss": 1e-2, "reduction": "none"}, {"label_smoothing": 0.1}, {"softcap": 300.0},
 ], ids=str)  # fmt: skip
 def test_ignored_rows_with_far_logits_change_nothing(options, dtype, device):
-    """Their loss and gradients are 0. Other rows get the same results as without the ignored ones."""
     e, c, targets = far(dtype, device)
     kept = targets != IGNORE
     loss, metrics = linear_cross_entropy(e, c, targets, return_metrics=True, **options)

@@ -8,19 +8,9 @@ from statistics import median
 
 import pytest
 import torch
+from cce_kernels import planner
 from cce_kernels.options import DEFAULT_WORKSPACE_MIB, MIB, Options
-from cce_kernels.planner import (
-    CHUNK_COST,
-    FILTER_SAVES,
-    MOST_DEFAULT_MIB,
-    ROW_MULTIPLE,
-    SLOWER,
-    SLOWER_WITH_COPIES,
-    Plan,
-    Problem,
-    plan,
-    stored_bytes,
-)
+from cce_kernels.planner import MOST_DEFAULT_MIB, ROW_MULTIPLE, SLOWER, Plan, Problem, plan, stored_bytes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
@@ -31,19 +21,19 @@ SHAPES = [
 
 def chosen(
     shape: tuple[int, int, int], grad_e=BF16, grad_c=BF16, main_grad=False, dtype=BF16, uniform=True, bias=False,
-    **options,
+    sharded=False, **options,
 ) -> Plan:  # fmt: skip
-    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform, has_bias=bias)
+    problem = Problem(*shape, dtype, grad_e, grad_c, main_grad, uniform, has_bias=bias, sharded=sharded)
     return plan(problem, 132, Options(**options))
 
 
-def stored(shape: tuple[int, int, int], rows: int, main_grad: bool = False) -> tuple[int, int]:
-    problem = Problem(*shape, BF16, BF16, BF16, main_grad, uniform=True, has_bias=False)
+def stored(shape: tuple[int, int, int], rows: int, main_grad=False, bias=False) -> tuple[int, int]:
+    problem = Problem(*shape, BF16, BF16, BF16, main_grad, uniform=True, has_bias=bias)
     return stored_bytes(problem, rows, 132, Options())
 
 
 def products(shape: tuple[int, int, int], rows: int) -> float:
-    return 3 + CHUNK_COST * (-(-shape[0] // rows) - 1) / shape[0]
+    return 3 + planner.CHUNK_COST * (-(-shape[0] // rows) - 1) / shape[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,7 +70,7 @@ def test_the_default_takes_no_more_memory_than_the_logits_where_operands_are_cop
     assert one > 1.2 * 2 * n_rows * vocab
     assert rows == n_rows // 2
     assert sum(stored(shape, rows)) + copies <= 2 * n_rows * vocab
-    assert products(shape, rows) <= SLOWER_WITH_COPIES * 3
+    assert products(shape, rows) <= planner.SLOWER_WITH_COPIES * 3
     assert chosen((3001, dim, vocab)).rows >= 3001  # two chunks would be larger than the logits as well
     assert chosen((n_rows, 1024, vocab)).rows == n_rows  # nothing is copied
 
@@ -92,6 +82,7 @@ def test_one_chunk_holds_its_exponentials_and_nothing_beside_them_but_for_short_
     assert stored((512, 4096, 1024), 512)[1] == 2 * 512 * 4096 + 2 * 4 * 512 * 4096  # dC is too small for them
     assert stored((n_rows, 1000, vocab), n_rows)[1] == 2 * n_rows * 1024  # no rows of whole lines
     assert stored(shape, n_rows, main_grad=True)[1] == 2 * vocab * dim
+    assert stored(shape, n_rows, bias=True)[1] == 4 * vocab  # its gradient's sum
 
 
 @pytest.mark.parametrize(("grad_e", "grad_c"), product((None, BF16, FP16, FP32), repeat=2), ids=str)
@@ -112,28 +103,22 @@ def test_rows_with_gradients_of_their_own_take_three_products_where_one_chunk_fi
     assert found.rows == (-(-n_rows // ROW_MULTIPLE) * ROW_MULTIPLE if fits and not small else 0)
 
 
-def test_label_smoothing_takes_the_same_plan_unless_a_softcap_or_shards_forbid_it():
-    shape = SHAPES[2]
-    smoothed = chosen(shape, label_smoothing=0.1)
-    assert smoothed == chosen(shape)
-    assert smoothed.rows
-    assert not chosen(shape, label_smoothing=0.1, softcap=30.0).rows
-    problem = Problem(*shape, BF16, BF16, BF16, False, uniform=True, has_bias=False, sharded=True)
-    assert plan(problem, 132, Options()).rows
-    assert not plan(problem, 132, Options(label_smoothing=0.1)).rows
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_bias_takes_three_products_too_and_memory_for_its_sum(shape):
-    found = chosen(shape, bias=True)
-    assert bool(found.rows) == bool(chosen(shape).rows)
-    assert not chosen(shape, bias=True, logit_scale=0.0).rows  # its gradient is divided by the scale
-    assert not chosen(shape, bias=True, dtype=FP32).rows
-    with_bias, without = (
-        stored_bytes(Problem(*shape, BF16, BF16, BF16, False, True, has_bias=bias), 1024, 132, Options())
-        for bias in (True, False)
-    )
-    assert with_bias == (without[0], without[1] + 4 * shape[2])
+@pytest.mark.parametrize(
+    ("options", "stores"),
+    [
+        ({"label_smoothing": 0.1}, True),
+        ({"label_smoothing": 0.1, "softcap": 30.0}, False),
+        ({"sharded": True}, True),
+        ({"sharded": True, "label_smoothing": 0.1}, False),
+        ({"bias": True}, True),
+        ({"bias": True, "logit_scale": 0.0}, False),  # its gradient is divided by the scale
+        ({"bias": True, "dtype": FP32}, False),
+    ],
+    ids=str,
+)
+def test_which_options_take_three_products(options, stores):
+    assert bool(chosen(SHAPES[2], **options).rows) == stores
+    assert options.keys() != {"label_smoothing"} or chosen(SHAPES[2], **options) == chosen(SHAPES[2])
 
 
 # ------------------------------------------------------------------------------------------------- filter_if_faster
@@ -199,7 +184,7 @@ def test_no_committed_row_is_slower_with_a_filter_that_need_be_faster():
             ratio = median(own / other for own, other in zip(*times, strict=True))
             if row["shape"] in BEYOND:
                 assert not found.exact
-                assert ratio < 1 - FILTER_SAVES, "what the rule promises"
+                assert ratio < 1 - planner.FILTER_SAVES, "what the rule promises"
             else:
                 pairs.append((found.exact, ratio))
     taken, left_out = ([ratio for exact, ratio in pairs if exact == kind] for kind in (False, True))

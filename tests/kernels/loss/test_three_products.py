@@ -187,7 +187,6 @@ INTERPRETED_SKIPS = ("half_in_parts", "half_in_chunks", "all", "row_losses", "ma
 
 @devices_with("name", [], INTERPRETED_SKIPS, on_gpu=SKIPPED_ROWS)
 def test_ignored_rows_are_left_out_of_the_products(name, device, monkeypatch):
-    """Losses and gradients are those of all rows, and repeat bit for bit."""
     from cce_kernels.backends import with_triton
     from cce_kernels.schemes import last_chunk
 
