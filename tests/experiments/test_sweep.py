@@ -11,8 +11,9 @@ from linrnn.config.cli import split_overrides
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.experiments import sweep
 
+pytestmark = pytest.mark.usefixtures("quick_points")
 
-@pytest.mark.usefixtures("quick_points")
+
 def test_a_sweep_is_listed_run_and_not_run_again(small, tmp_path):
     points = small("sweep=checkpointing", "experiment=null", "loss=standard,liger", "model=transformer")
     points += ["trainer.activation_checkpointing=none", "memory_budget_gib=null", "size=smoke"]
@@ -33,7 +34,6 @@ def said_by_sweep(*overrides: str) -> list[str]:
     return said
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small):
     lists = ["model=gla,transformer", "loss=standard,compiled,cce_kahan", "seed=0,1", "size=smoke", "group=mine"]
     said = said_by_sweep(*small(*lists, "dry_run=true"))
@@ -43,7 +43,6 @@ def test_a_sweep_without_a_file_crosses_the_lists_of_the_command_line(small):
     assert "12 points: 12 to run" in said
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_is_listed_for_a_gpu_that_is_not_here_and_not_run_there(small):
     points = small("model=gla", "loss=standard,liger", "size=smoke", "jobs=2")
     said = said_by_sweep(*points, "dry_run=true", "gpu=h100")
@@ -53,7 +52,6 @@ def test_a_sweep_is_listed_for_a_gpu_that_is_not_here_and_not_run_there(small):
         said_by_sweep(*points, "gpu=h100")
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(small, tmp_path):
     points = small("sweep=same_loss", "experiment=null", "model=transformer", "loss=liger", "seed=0", "size=smoke")
     with pytest.raises(UnsupportedError):  # liger needs a GPU
@@ -76,7 +74,6 @@ def shared(*more: str) -> list[str]:
     return [*one_point, "parallel=fsdp", "sweep.ranks=2", *more]
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small, tmp_path):
     foreseen = said_by_sweep(*small(*shared("dry_run=true")))
     assert any("each point has 2 ranks, and its memory is that of one" in line for line in foreseen)
@@ -89,7 +86,6 @@ def test_a_point_of_two_ranks_is_run_continued_and_not_run_again(small, tmp_path
     assert any("1 points, 0 to run" in line for line in said_by_sweep(*small(*shared("trainer.max_steps=3"))))
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_points_that_share_a_gpu_say_so_in_their_summaries(small, tmp_path, monkeypatch):
     """Each point computes on the CPU here, and is told what it would be told on the one GPU."""
     points = small("sweep=checkpointing", "experiment=null", "loss=standard", "model=transformer", "seed=0,1")
@@ -111,7 +107,6 @@ def test_on_gpus_a_point_of_two_ranks_gets_both(small, tmp_path):
     assert (summary["status"], summary["world_size"]) == ("finished", 2)
 
 
-@pytest.mark.usefixtures("quick_points")
 @pytest.mark.parametrize(
     ("arguments", "cause", "remedy"),
     [
@@ -128,7 +123,6 @@ def test_a_wrong_sweep_is_refused(arguments, cause, remedy, command_here):
     assert remedy in hint
 
 
-@pytest.mark.usefixtures("quick_points")
 def test_a_sweep_s_point_runs_as_a_job_of_submitit(small, tmp_path):
     pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
     overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")

@@ -92,12 +92,7 @@ ILLEGAL = RuntimeError("Triton Error [CUDA]: an illegal memory access was encoun
 @pytest.mark.parametrize(
     ("raised", "status", "cause", "remedy"),
     [
-        (
-            torch.OutOfMemoryError("20 GiB"),
-            "out_of_memory",
-            "out of memory at step 1: .*20 GiB",
-            "trainer.batch_size=1",
-        ),
+        (torch.OutOfMemoryError("20 GiB"), "out_of_memory", "memory at step 1: .*20 GiB", "trainer.batch_size=1"),
         (FULL_CPU, "out_of_memory", "DefaultCPUAllocator", "trainer.batch_size=1"),
         ("shared memory", "unsupported", r"gla with model\.chunk_size=128 .*30000.*23244", "smaller model.chunk_size"),
         (ILLEGAL, "failed", "memory that is not its own, at step 1 or just before", "CUDA_LAUNCH_BLOCKING=1"),
@@ -161,11 +156,7 @@ def test_a_broken_summary_is_named_by_the_report(small, tmp_path):
     for seed in range(2):
         Trainer(load_config(small(f"seed={seed}", "run_name=run" + str(seed)))).fit()
     group = tmp_path / "results" / "default"
-    for text, cause in (
-        ('{"status": ', "cannot be read"),
-        ('{"a": 1}', "lacks status"),
-        ("[" * 100000, "cannot be read"),
-    ):
+    for text, cause in (('{"status": ', "cannot be read"), ('{"a": 1}', "lacks status"), ("[" * 100_000, "be read")):
         (group / "run1" / "summary.json").write_text(text)
         with pytest.raises(DataError, match=cause) as error:
             read_runs(group)

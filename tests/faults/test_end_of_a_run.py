@@ -202,8 +202,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(smal
     trainer = Trainer(load_config(small()))
     with pytest.raises(StorageError, match="no room for 1 checkpoint") as error:
         trainer.fit()
-    assert error.value.exit_code == 7
-    assert trainer.steps_here == 0
+    assert (error.value.exit_code, trainer.steps_here) == (7, 0)
+    assert "trainer.checkpoint_every=0" in error.value.remedy
     with_free(3 * size - 1)
     with pytest.raises(StorageError, match="no room for 3 checkpoint"):
         Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2"))).fit()

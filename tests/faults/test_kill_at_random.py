@@ -33,22 +33,12 @@ TIMED = ("step", "train/loss_nats", "train/grad_norm", "train/lr", "valid/loss_n
 class Trial:
     """A run with its own text. Everything that it writes lies below one directory."""
 
-    def __init__(self, root: Path, corpus: Path, small: Callable[..., list[str]]) -> None:
+    def __init__(self, root: Path, corpus: Path, on_text: Callable[..., list[str]]) -> None:
         self.root, self.log = root, root / "log"
         root.mkdir()
-        kept = [override for override in small() if not override.startswith(("data.", "results_dir="))]
-        self.overrides = [
-            *kept,
-            "data=text",
-            f"data.path={corpus}",
-            f"data.cache_dir={root}/data",
-            "data.tokenizer_vocab_size=300",
-            f"results_dir={root}/results",
-            "run_name=run",
-            "trainer.max_steps=20",
-            "trainer.checkpoint_every=2",
-            "trainer.valid_every=7",
-        ]
+        places = (f"data.path={corpus}", f"data.cache_dir={root}/data", f"results_dir={root}/results", "run_name=run")
+        steps = ("trainer.max_steps=20", "trainer.checkpoint_every=2", "trainer.valid_every=7")
+        self.overrides = on_text(*places, *steps)
 
     @property
     def run(self) -> Path:
@@ -100,12 +90,12 @@ def kill(process: BaseProcess, wait: float, then: Callable[[], bool], and_then: 
     return alive
 
 
-def test_a_run_killed_at_random_moments(small, tmp_path):
+def test_a_run_killed_at_random_moments(on_text, tmp_path):
     draw = random.Random(SEED)
     corpus = tmp_path / "corpus.txt"
     words = [f"word{i}" for i in range(200)]
     corpus.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(1500)))
-    unbroken = Trial(tmp_path / "unbroken", corpus, small)
+    unbroken = Trial(tmp_path / "unbroken", corpus, on_text)
     began = time.monotonic()
     start_run(unbroken.overrides, unbroken.log).join()
     duration = time.monotonic() - began
@@ -116,7 +106,7 @@ def test_a_run_killed_at_random_moments(small, tmp_path):
     number = 0
     while hit.total() < KILLS:
         number += 1
-        trial = Trial(tmp_path / f"trial{number}", corpus, small)
+        trial = Trial(tmp_path / f"trial{number}", corpus, on_text)
         for _ in range(min(draw.randint(1, MOST_OF_A_RUN), KILLS - hit.total())):
             aims = ["results/default/run/checkpoints/*.partial", ""]  # "": anywhere
             aim = draw.choice(aims if any(trial.root.glob("data/*/meta.json")) else ["data/*.partial", *aims])

@@ -37,9 +37,7 @@ def _run_elsewhere(overrides: list[str], root: Path, environment: dict[str, str]
             os.environ[variable] = str(root / name)
     tempfile.tempdir = None
     os.chdir(root / "cwd")
-    sys.addaudithook(
-        lambda event, arguments: unpickled.append(str(arguments)) if event == "pickle.find_class" else None
-    )
+    sys.addaudithook(lambda event, given: unpickled.append(str(given)) if event == "pickle.find_class" else None)
     try:
         run_script("train.py", last_of_each(overrides), root / "log")
     finally:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fitting import fitted, losses
+from fitting import fitted
 
-from linrnn.config import last_of_each, load_config, run_name
+from linrnn.config import load_config, run_name
 from linrnn.config.naming import resolved
 from linrnn.core.errors import ConfigError, DataError
 from linrnn.runs.summary import names_of_run
@@ -30,14 +30,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
     return home
-
-
-@pytest.fixture
-def on_text(small: Small, home: Path) -> Small:
-    """Overrides of a run on text: a tokenizer of 300 entries is trained on it."""
-    kept = [override for override in small() if not override.startswith("data.n_")]
-    kept += ["data=text", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
-    return lambda *more: last_of_each([*kept, *more])
 
 
 SPELLINGS = ("texts/a.txt", "./texts/a.txt", "texts//a.txt", "texts/../texts/a.txt", "HOME/texts/a.txt")
@@ -68,14 +60,6 @@ def test_a_name_on_the_hub_is_no_path_and_a_list_is_many(home):
     assert resolved(["linked/a.txt"]) == resolved("texts/a.txt")
     assert resolved("texts/*.txt") == resolved("linked/../texts//*.txt") == f"{home}/texts/*.txt"
     assert resolved(None) is None
-
-
-def test_a_run_goes_on_under_another_spelling_of_its_path(on_text, home):
-    first = fitted(on_text("data.path=texts/a.txt", *THREE))
-    second = fitted(on_text("data.path=~/other_name.txt", *SIX))
-    assert second.directory.path == first.directory.path
-    assert "resuming at step 3" in (second.directory.path / "train.log").read_text()
-    assert len(losses(second)) == 6
 
 
 def test_a_named_run_goes_on_when_its_text_and_tokenizer_have_moved(on_text, home):

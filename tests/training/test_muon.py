@@ -40,7 +40,6 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(smal
     assert {group["weight_decay"] for group in trainer.optimizer.param_groups[:2]} == {0.1}
     # The formulas, or a model without weights, know the shape of each of these matrices.
     shapes = trainer.architecture.matrices
-    assert shapes is not None
     assert sorted(map(sorted, shapes)) == sorted(sorted(parameters[name].shape) for name in groups["matrices"])
     trainer.train_step()
     state = [value for entry in trainer.optimizer.state.values() for key, value in entry.items() if key != "step"]

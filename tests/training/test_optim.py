@@ -12,15 +12,7 @@ from linrnn.config.schema import OptimizerConfig
 from linrnn.core.errors import ConfigError
 from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients, decay_groups
 
-CONFIG = OptimizerConfig(
-    name="adamw",
-    lr=0.01,
-    beta1=0.9,
-    beta2=0.95,
-    eps=1e-8,
-    weight_decay=0.1,
-    max_grad_norm=1.0,
-)
+CONFIG = OptimizerConfig(name="adamw", lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 CPU = torch.device("cpu")
 
 
@@ -108,10 +100,7 @@ def test_apply_sets_every_group_from_the_step_alone():
     assert {group["lr"] for group in schedule.optimizer.param_groups} == {schedule.apply(7)}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"warmup_steps": 11}, {"name": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}],
-)
+@pytest.mark.parametrize("changes", [{"warmup_steps": 11}, {"name": "wsd", "warmup_steps": 8, "decay_fraction": 0.5}])
 def test_a_schedule_that_does_not_fit_the_run_is_refused(changes):
     with pytest.raises(ConfigError, match="exceed"):
         multipliers(10, **changes)

@@ -105,14 +105,7 @@ def test_with_each_override_of_a_remedy_the_command_runs(
         go(small(*refused, *way))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "number"),
-    [
-        ([], 2),
-        (["schedule.steps=5"], 3),
-        (["schedule=constant"], 3),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "number"), [([], 2), (["schedule.steps=5"], 3), (["schedule=constant"], 3)])
 def test_what_a_finished_run_offers_runs(overrides, number, small, each_way, capsys):
     given = small(*overrides)
     trained(given)
@@ -124,37 +117,25 @@ def test_what_a_finished_run_offers_runs(overrides, number, small, each_way, cap
         assert "nothing was run" not in capsys.readouterr().out, way
 
 
-def test_a_disk_without_room_has_room_without_checkpoints(small, each_way, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
-    with pytest.raises(LinrnnError, match="no room for 1 checkpoint") as error:
-        trained(small())
-    for way in each_way(error.value.remedy, 1):
-        trained(small(*way))
-
-
-@pytest.mark.parametrize("compile", ["blocks", "model"])
-def test_what_the_plan_refuses_it_takes_with_the_remedy(compile, small):
-    refused = small("trainer.activation_checkpointing=selective", f"trainer.compile={compile}")
-    with pytest.raises(LinrnnError, match="a compiled block shows none") as error:
-        make_training_plan(load_config(refused))
-    assert len(ways(error.value.remedy)) == 2
-    for way in ways(error.value.remedy):
-        make_training_plan(load_config(last_of_each([*refused, *way])))
+SELECTIVE = "trainer.activation_checkpointing=selective"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "cause", "number"),
+    ("ranks", "overrides", "cause", "number"),
     [
-        (["parallel=fsdp", "trainer.compile=model"], "makes one graph of all blocks", 1),
-        (["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
-        (["parallel=vocab", "loss=cce_filter", "loss.filter_if_faster=false"], "parallel=vocab has no filter", 2),
-        (["parallel=none"], "a launcher started 2 processes", 1),
-        (["parallel=fsdp", "parallel.shard_ranks=3"], "parallel.shard_ranks=3 does not divide 2 ranks", 0),
-        (["parallel=vocab", "trainer.batch_size=3"], "2 ranks cannot share 3 sequences out evenly", 0),
+        (1, [SELECTIVE, "trainer.compile=blocks"], "a compiled block shows none", 2),
+        (1, [SELECTIVE, "trainer.compile=model"], "a compiled block shows none", 2),
+        (2, ["parallel=fsdp", "trainer.compile=model"], "makes one graph of all blocks", 1),
+        (2, ["parallel=vocab", "loss=standard"], "needs the whole head on every rank", 3),
+        (2, ["parallel=vocab", "loss=cce_filter", "loss.filter_if_faster=false"], "parallel=vocab has no filter", 2),
+        (2, ["parallel=none"], "a launcher started 2 processes", 1),
+        (2, ["parallel=fsdp", "parallel.shard_ranks=3"], "parallel.shard_ranks=3 does not divide 2 ranks", 0),
+        (2, ["parallel=vocab", "trainer.batch_size=3"], "2 ranks cannot share 3 sequences out evenly", 0),
     ],
 )
-def test_what_the_plan_of_two_ranks_refuses_it_takes_with_the_remedy(overrides, cause, number, small, monkeypatch):
-    as_rank(monkeypatch.setenv, 0, 2)
+def test_what_the_plan_refuses_it_takes_with_the_remedy(ranks, overrides, cause, number, small, monkeypatch):
+    if ranks > 1:
+        as_rank(monkeypatch.setenv, 0, ranks)
     with pytest.raises(LinrnnError, match=cause) as error:
         make_training_plan(load_config(small(*overrides)))
     assert len(ways(error.value.remedy)) == number, error.value.remedy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fitting import fitted, processes
+from fitting import fitted, processes, summary_of
 from forked import run_script, start
 from rank_process import curve, wait_for_step
 from safetensors.torch import load_file
@@ -24,12 +24,8 @@ from linrnn.training.evaluation import Evaluation
 from linrnn.training.trainer import Trainer
 
 STEPS = 20
-LONG = (
-    f"trainer.max_steps={STEPS}",
-    "trainer.checkpoint_every=3",
-    "trainer.accumulation_steps=2",
-    "trainer.valid_every=5",
-)
+LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=3")
+LONG += ("trainer.accumulation_steps=2", "trainer.valid_every=5")
 
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
@@ -38,12 +34,11 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
 
 
-def test_a_run_on_a_mixture_goes_on_with_the_batches_that_were_next(small, tmp_path, command_here, data_cache):
+def test_a_run_on_a_mixture_goes_on_with_the_batches_that_were_next(on_text, tmp_path, command_here, data_cache):
     for name, word in ("a.txt", "cat"), ("b.txt", "dog"):
         (tmp_path / name).write_text("\n".join(f"the {word} {i} sat on mat {i * i % 97}" for i in range(300)))
     one, other = (f"data.sources=[{{path:{tmp_path}/a.txt,weight:{w}}},{{path:{tmp_path}/b.txt}}]" for w in (3, 0.5))
-    kept = [override for override in small("schedule.steps=6") if not override.startswith("data.n_")]
-    plan = [*kept, "data=text", one, "data.tokenizer_vocab_size=300", "data.valid_fraction=0.2"]
+    plan = on_text(one, "data.valid_fraction=0.2", "schedule.steps=6")
     whole = fitted([*plan, "group=whole", "trainer.max_steps=6"])
     fitted([*plan, "trainer.max_steps=3"])
     second = fitted([*plan, "trainer.max_steps=6"])
@@ -55,9 +50,7 @@ def test_a_run_on_a_mixture_goes_on_with_the_batches_that_were_next(small, tmp_p
     assert changed.data.fingerprint != second.data.fingerprint
     read = [f"checkpoint={second.directory.path}", f"data.cache_dir={data_cache}", "max_tokens=400"]
     evaluated = command_here("scripts/evaluate.py", *read)
-    summary = second.directory.read_summary()
-    assert summary is not None
-    assert f"loss {summary['valid_loss_nats']:.4f}" in evaluated.stdout, evaluated.stderr
+    assert f"loss {summary_of(second)['valid_loss_nats']:.4f}" in evaluated.stdout, evaluated.stderr
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +212,7 @@ def test_a_run_that_diverges_in_its_last_validation_has_a_summary(small):
     trainer = Trainer(load_config(small(*plan)))
     with pytest.raises(DivergedError, match=r"validation after step 1: loss (nan|inf)"):
         trainer.fit()
-    summary = trainer.directory.read_summary()
+    summary = summary_of(trainer)
     assert (summary["status"], summary["steps"]) == ("diverged", 1)
     assert summary["valid_loss_nats"] is summary["valid_perplexity"] is None
     assert "validation after step 1" in summary["reason"]

@@ -9,7 +9,7 @@ from fitting import fitted, records, summary_of
 from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
-from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run
+from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run, uneven_steps
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training import trainer as trainer_module
 from linrnn.training.checkpoint import Checkpointer
@@ -155,6 +155,12 @@ def test_figures_weigh_records_by_their_steps():
     assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)
 
 
+def test_a_mean_step_far_from_the_median_is_named():
+    even = {"step_time_ms_median": 10.0, "wall_step_ms": 11.5, "host_step_ms": 0.6}
+    assert uneven_steps(even) is None
+    assert "2.00 times the median" in (uneven_steps(even | {"wall_step_ms": 20.6}) or "")
+
+
 def test_memory_is_the_most_of_any_process():
     records = [
         {"step": 6, "memory/peak_gib": 1.5, "memory/optimizer_gib": 0.25},
@@ -182,7 +188,6 @@ def test_on_a_gpu_no_record_beside_a_validation_stands_out(small):
 
 
 def test_what_a_run_records_about_itself(small):
-    """Every record, line of the log and summary has its date, the summary every promised key."""
     from datetime import UTC, datetime
 
     began = datetime.now(UTC).replace(microsecond=0)

@@ -54,10 +54,8 @@ def test_the_plan_may_change_and_what_is_continued_is_recorded(small, capsys):
     assert again.directory.path == second.directory.path
     assert summary_of(again)["continues"] == expected
     origins = json.loads((again.directory.path / "environment.json").read_text())["processes"]
-    assert [(each["from_step"], each["to_step"], each["continues"]) for each in origins] == [
-        (0, 2, expected),
-        (2, 4, expected),
-    ]
+    spans = [(each["from_step"], each["to_step"], each["continues"]) for each in origins]
+    assert spans == [(0, 2, expected), (2, 4, expected)]
     third = fitted(small(f"continue_from={again.directory.path}"))
     assert summary_of(third)["continues"]["tokens"] == expected["tokens"] + 4 * 4 * 80, "all tokens behind the weights"
 
@@ -133,15 +131,13 @@ def test_weights_of_other_dimensions_are_refused_by_name(small, run, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------- tokens
 @pytest.fixture
-def texts(small: Small, tmp_path: Path) -> Callable[[str], list[str]]:
+def texts(on_text: Small, tmp_path: Path) -> Callable[[str], list[str]]:
     """Overrides of a run on one of two texts, each with its own tokenizer of 300 entries."""
     texts = {"cats": "the cat number {} sat on mat number {} again", "dogs": "a dog called {} barks at bone {} all day"}
     for name, sentence in texts.items():
         text = "\n\n".join(sentence.format(i, i * i % 97) for i in range(400))
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    kept = [override for override in small() if not override.startswith("data.n_")]
-    kept += ["data=text", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
-    return lambda name: [*kept, f"data.path={tmp_path}/{name}.txt"]
+    return lambda name: on_text(f"data.path={tmp_path}/{name}.txt")
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "export"])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from data_helpers import sentences, write_jsonl, write_tokenizer
 from fitting import fitted, records, summary_of
 
 from linrnn.config import data_for, read_config
@@ -44,26 +45,14 @@ def test_options_that_must_not_change_the_losses(small, plain, options):
         assert record["train/loss_nats"] == pytest.approx(plain[record["step"]], rel=1e-6)
 
 
-def on_stdlib(small: Small, *more: str) -> list[str]:
-    kept = [
-        override for override in small("data=stdlib", "data.max_tokens=20000") if not override.startswith("data.n_")
-    ]
-    return [*kept, "data.tokenizer_vocab_size=300", *more]
-
-
-def test_options_that_may_change_them_train(small):
+def test_options_that_may_change_them_train(small, on_text, tmp_path):
     bf16 = fitted(small("trainer.precision=bf16", "schedule=wsd", "optimizer.max_grad_norm=null"))
-    text = fitted(on_stdlib(small, "trainer.precision=bf16_autocast"))
+    stdlib = ("data=stdlib", "data.max_tokens=20000", f"data.tokenizer={write_tokenizer(tmp_path / 'tokenizer.json')}")
+    text = fitted(on_text(*stdlib, "trainer.precision=bf16_autocast"))
     for trainer in (bf16, text):
         losses = [record["train/loss_nats"] for record in records(trainer)]
         assert losses[-1] < losses[0]
     assert 1 < summary_of(text)["valid_bits_per_byte"] < 8
-
-
-def test_a_run_continues_from_anothers_weights(small):
-    first = fitted(small("trainer.max_steps=8"))
-    second = fitted(small(f"init_from={first.directory.path}", "schedule.warmup_steps=0"))
-    assert records(second)[0]["train/loss_nats"] < records(first)[0]["train/loss_nats"] - 0.5
 
 
 def test_a_run_that_was_moved_is_evaluated_on_data_that_lie_elsewhere(small, command, command_here, tmp_path):
@@ -104,11 +93,10 @@ def test_fine_tuning_with_a_filter_logs_what_it_drops_and_stays_near_the_exact_l
     assert {record["loss/exact"] for record in records(run)[:4]} == {1}
 
 
-def test_a_run_reads_other_text_in_its_own_tokens_alone(small, tmp_path, data_cache):
-    run = fitted(on_stdlib(small, "size.vocab_size=320")).directory.path
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": f"a line of other text, number {i}"}) + "\n" for i in range(400)))
-
+def test_a_run_reads_other_text_in_its_own_tokens_alone(on_text, tmp_path, data_cache):
+    of_run = write_jsonl(tmp_path / "own.jsonl", sentences(200))
+    run = fitted(on_text(f"data.path={of_run}", "size.vocab_size=320")).directory.path
+    text = write_jsonl(tmp_path / "text.jsonl", [f"a line of other text, number {i}" for i in range(400)])
     directory = required("checkpoint", str(run))
     own = read_config(directory / "config.yaml").data
 
@@ -121,7 +109,6 @@ def test_a_run_reads_other_text_in_its_own_tokens_alone(small, tmp_path, data_ca
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         required("checkpoint", str(tmp_path))
     found = opened()
-    assert found.tokenizer is not None
     assert found.tokenizer.json == (run / "tokenizer.json").read_text()
     assert found.vocab_size == 300
     assert opened(f"data.tokenizer={run / 'tokenizer.json'}").fingerprint == found.fingerprint

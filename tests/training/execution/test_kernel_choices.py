@@ -95,10 +95,7 @@ def test_a_rehearsal_changes_nothing(small, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "model",
-    [
-        *("gla", "kda", "transformer"),
-        *(f"fla model.config={name}" for name in ("rwkv7", "gated_deltaproduct", "gsa")),
-    ],
+    [*("gla", "kda", "transformer"), *(f"fla model.config={name}" for name in ("rwkv7", "gated_deltaproduct", "gsa"))],
 )
 @pytest.mark.parametrize("reset", [False, True])
 def test_kernels_compiled_ahead_compute_the_same(model, reset, small, monkeypatch):

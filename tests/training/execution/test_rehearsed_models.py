@@ -135,7 +135,6 @@ def test_new_memory_holds_zeros_while_kernels_are_compiled_ahead(asked):
         rows = torch.empty(8, dtype=torch.int64)
         choose_rows[(1,)](rows, 8)
         table[rows].sum().backward()
-    assert x.grad is not None
     assert torch.equal(x.grad, torch.zeros(4))
     assert names == ["choose_rows"]
     for name, allocate in new.items():
