@@ -12,9 +12,7 @@ from linrnn.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["shapes=[64x64x300]", "options=[exact]", "rounds=2", "device=cpu"]
-DOUBLED = (
-    "\nexact = linear_cross_entropy\nlinear_cross_entropy = lambda *args, **options: 2 * exact(*args, **options)\n"
-)
+DOUBLED = "\nexact = linear_cross_entropy\nlinear_cross_entropy = lambda *x, **o: 2 * exact(*x, **o)\n"
 
 
 def measured(before: Path, folder: Path) -> list[dict]:

@@ -70,11 +70,8 @@ def test_runs_add_up_and_the_worst_ratio_comes_first(tmp_path):
     failed = row_of("softcap=30", None, "2", status="failed", reason="RuntimeError: x")
     rows = row_of("plain", 0.9), row_of("bias", 1.2), row_of("plain", 1.0, "2"), failed
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    assert [(row.option, row.run) for row in read_rows(tmp_path)] == [
-        ("softcap=30", "2"),
-        ("bias", "1"),
-        ("plain", "2"),
-    ]
+    found = [(row.option, row.run) for row in read_rows(tmp_path)]
+    assert found == [("softcap=30", "2"), ("bias", "1"), ("plain", "2")]
     text = write_report(tmp_path)[0].read_text()
     assert "3 calls. 1 in bf16 lie beyond 1.05, 1 failed, and 0 gave other bits" in text
     assert "* `s bf16 softcap=30`: failed. RuntimeError: x" in text

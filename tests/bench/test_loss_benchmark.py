@@ -15,15 +15,7 @@ from benchmarks.common import parse_loss, ratio_to, read_runs
 from benchmarks.loss import SETS, record_times, report_set, run_benchmark
 from benchmarks.loss_pictures import on_named_shapes
 from benchmarks.loss_rows import BAR, FLOOR, Row, read_rows
-from benchmarks.problems import (
-    SHAPES,
-    Shape,
-    fp32_logits_of,
-    make_problem,
-    parse_shape,
-    relative_error,
-    truth_of,
-)
+from benchmarks.problems import SHAPES, Shape, fp32_logits_of, make_problem, parse_shape, relative_error, truth_of
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.losses import build_loss
@@ -47,9 +39,6 @@ def configure(*overrides, tmp_path):
 def make_row(backend="cce_kahan", workspace_mib=None, **values):
     fixed = {"shape": "s", "n": 8, "d": 4, "v": 16, "dtype": "bf16", "gradients": "bf16", "logits": "flat"}
     return Row(**(fixed | {"backend": backend, "workspace_mib": workspace_mib, "status": "ok"} | values))
-
-
-# --------------------------------------------------------------------------------------------------- problems
 
 
 def test_shapes_are_names_or_dimensions_and_a_typo_offers_names():
@@ -109,9 +98,6 @@ def test_on_a_gpu_a_large_problem_drawn_again_is_the_same():
         assert torch.equal(once.hidden_ND, again.hidden_ND)
 
 
-# ------------------------------------------------------------------------------------------------- arithmetic
-
-
 def timed_row(backend, *rounds_ms, forward=()):
     return make_row(backend, rounds_ms=list(rounds_ms), forward_rounds_ms=list(forward))
 
@@ -149,9 +135,6 @@ def test_the_floor_is_three_whole_products_of_the_compute_dtype(gradients, monke
     assert multiplied == once * 2
 
 
-# ------------------------------------------------------------------------------------------------ files and page
-
-
 def test_a_picture_of_rows_without_the_floor_is_drawn():
     row = make_row(shape="llama_1b3", logits="peaked", ratio_to_compiled=0.9)
     assert on_named_shapes([row], "a GPU").get_suptitle().startswith("Exact gradients in 0.90 to 0.90")
@@ -162,9 +145,6 @@ def test_a_set_without_a_picture_leaves_one_that_is_there(tmp_path):
         shutil.copy(path, tmp_path)
     config = configure("set=rivals_grid", f"output_dir={tmp_path}", tmp_path=tmp_path)
     assert report_set(config) == [tmp_path / "rivals_grid.md"]
-
-
-# ---------------------------------------------------------------------------------------------------- whole runs
 
 
 def test_a_run_writes_rows_of_all_backends_and_the_baseline_twice(tmp_path, eager_baseline, capsys):

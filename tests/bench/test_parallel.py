@@ -27,16 +27,12 @@ def step_memory(row: StepRow) -> costs.MemoryEstimate:
     run += ["loss=cce_kahan", f"trainer.batch_size={batch}", f"trainer.seq_len={row.seq_len}"]
     config = load_config(run)
     arch = resolve(config.model, config.size, row.vocab_size)
-    found = costs.memory_estimate(arch, config, row.precision, row.ranks)
-    assert found is not None
-    return found
+    return costs.memory_estimate(arch, config, row.precision, row.ranks)
 
 
-def steps(parallel: str, ranks: int, ms: float, efficiency: float | None, **other: Any) -> StepRow:
+def steps(parallel: str, ranks: int, ms: float, share: float | None, **other: Any) -> StepRow:
     scaling = {"none": "alone"}.get(parallel, "weak")
-    return StepRow(
-        "gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, 8, 2048, ms, efficiency, 60.0, **other
-    )
+    return StepRow("gla", "1b3", 128256, "bf16_autocast", parallel, scaling, ranks, 8, 2048, ms, share, 60.0, **other)
 
 
 def test_formulas_agree_with_the_memory_of_every_committed_step():
@@ -69,7 +65,6 @@ def test_a_graph_that_cannot_be_had_is_refused_before_anything_is_measured(chang
 
 
 def test_repeats_give_an_efficiency_of_one_repeat_each_and_their_interval(tmp_path):
-    """A machine that slows down between two repeats moves no efficiency."""
     rows = []
     for repeat, slower in enumerate((1.0, 2.0, 1.0, 1.0, 3.0), start=1):
         rows += [

@@ -38,13 +38,9 @@ LINES = [
     ("run_sweep", "sweep=mve sweep.ranks=0", "sweep.ranks=0 is below the minimum", "sweep.ranks=1 or more"),
     ("run_sweep", "sweep=mve sweep.rank=2", "sweep.rank: there is no such key", "nearest: sweep.ranks"),
     # A key of another option.
-    (
-        "train",
-        "loss=standard loss.filter_eps=1",
-        "loss.filter_eps: there is no such key",
-        "an option of loss=cce_filter",
-    ),
+    ("train", "loss=standard loss.filter_eps=1", "filter_eps: there is no such key", "an option of loss=cce_filter"),
     ("train", "data=text data.path=x data.branching=3", "data.branching", "it is an option of data=markov; data has: "),
+    ("train", "model=gla model.attention_every=2", "model.attention_every", "model=fla"),
     ("train", "schedule=constant schedule.min_lr_ratio=1", "schedule.min_lr_ratio", "schedule=cosine, schedule=linear"),
     ("train", "experiment=phase1 data=markov", "experiment/phase1.yaml: data.max_tokens", "without experiment"),
     ("evaluate", "checkpoint=x loss.filter_eps=1", "a key of a group that is not chosen", "first choose loss=NAME"),
@@ -52,12 +48,7 @@ LINES = [
     ("train", "data=text", "data.path must be given", "add data.path=…"),
     ("export", "checkpoint=x", "output must be given", "add output=…"),
     # A value of another type.
-    (
-        "train",
-        "trainer.batch_size=two",
-        "trainer.batch_size=two is not a whole number",
-        "give trainer.batch_size a whole",
-    ),
+    ("train", "trainer.batch_size=two", "batch_size=two is not a whole number", "give trainer.batch_size a whole"),
     ("train", "trainer.max_steps=1.5", "trainer.max_steps=1.5 is not a whole number", "give trainer.max_steps a whole"),
     ("train", "seed=", "seed= is not a whole number", "give seed a whole number"),
     ("train", "data.verify=maybe", "data.verify=maybe is not true or false", "true or false"),

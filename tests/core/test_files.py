@@ -9,16 +9,11 @@ from unittest.mock import patch
 import pytest
 from forked import start
 
-from linrnn.core.files import read_json, whole_lines, write_json, write_text
+from linrnn.core.files import whole_lines, write_text
 
 SOURCE = Path(__file__).resolve().parents[2] / "src/linrnn"
 # These write into directories of which nobody reads anything before they are renamed.
-INTO_NEW_DIRECTORIES = {
-    "core/checksums.py",
-    "data/prepare.py",
-    "inference/export.py",
-    "training/checkpoint.py",
-}
+INTO_NEW_DIRECTORIES = {"core/checksums.py", "data/prepare.py", "inference/export.py", "training/checkpoint.py"}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -52,12 +47,6 @@ def test_two_processes_may_write_the_same_file_at_once(tmp_path):
     assert [writer.exitcode for writer in writers] == [0, 0]
     assert path.read_text() in ("a" * 19900, "b" * 19900)
     assert [file.name for file in tmp_path.iterdir()] == ["report.md"]
-
-
-def test_json_comes_back(tmp_path):
-    path = tmp_path / "rows.json"
-    write_json(path, {"device": "übergroß", "rows": [1.5, None]})
-    assert read_json(path) == {"device": "übergroß", "rows": [1.5, None]}
 
 
 @pytest.mark.parametrize(

@@ -129,10 +129,8 @@ IMPORTING_FROM_TABLES = ("before_after.py", "other_losses.py", "requirements.py"
 
 def test_modules_are_imported_by_names_that_the_source_holds():
     """A constant or an entry of a table, never a configuration's text. Ruff finds pickles and evaluated text."""
-    for path in [
-        ROOT / "train.py",
-        *(path for top in ("src", "kernels", "benchmarks", "scripts") for path in files(ROOT / top)),
-    ]:
+    tops = ("src", "kernels", "benchmarks", "scripts")
+    for path in [ROOT / "train.py", *(path for top in tops for path in files(ROOT / top))]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
                 assert isinstance(node.args[0], ast.Constant) or path.name in IMPORTING_FROM_TABLES, path

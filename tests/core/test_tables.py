@@ -5,12 +5,7 @@ from linrnn.core.tables import Table, show
 
 def test_words_stand_left_and_numbers_right():
     table = Table(("model", "ms", "status"), [("gla", 1.5, ""), ("kda", 12, "failed")], words=("model", "status"))
-    assert table.markdown() == [
-        "| model | ms | status |",
-        "|---|--:|---|",
-        "| gla | 1.5 | |",
-        "| kda | 12 | failed |",
-    ]
+    assert table.markdown() == ["| model | ms | status |", "|---|--:|---|", "| gla | 1.5 | |", "| kda | 12 | failed |"]
 
 
 def test_a_bar_in_a_cell_does_not_end_the_cell():

@@ -46,8 +46,6 @@ def foreseen(model: str, size: str, loss: str, vocab: int, batch: int, seq: int,
     config = load_config([f"model={model}", f"size={size}", f"loss={loss}", *trainer])
     run = resolve(config.model, config.size, vocab), config, "bf16_autocast"
     memory, seconds = costs.memory_estimate(*run), costs.step_seconds(costs.GPUS[NAMES[device]], *run)
-    assert memory
-    assert seconds
     return memory.peak, batch * seq / seconds
 
 
@@ -90,7 +88,6 @@ def test_the_largest_batch_is_the_one_that_searches_found(loss, checkpointing, l
     line = [*LINE, f"loss={loss}", f"trainer.activation_checkpointing={checkpointing}", "gpu=h100"]
     plan = make_training_plan(load_config(line))
     found = largest_batch(plan, plan.architecture(512), 77.5 * GIB)
-    assert found is not None
     assert abs(found - largest) <= max(1, 0.05 * largest)
 
 

@@ -153,7 +153,6 @@ def test_with_reset_no_label_crosses_a_document_and_every_document_starts_a_sequ
         changes = np.flatnonzero((np.diff(inputs) != 1) | (np.diff(document_of[inputs]) != 0)) + 1
         # Rows are boundaries even if a row happens to continue the previous one.
         expected = np.union1d(changes, np.arange(batch_size + 1) * seq_len)
-        assert flat.cu_seqlens is not None
         assert flat.cu_seqlens.dtype == torch.int32
         np.testing.assert_array_equal(flat.cu_seqlens.numpy(), expected)
         assert flat.n_tokens == int((flat.labels != -100).sum())

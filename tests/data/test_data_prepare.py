@@ -45,7 +45,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def texts_of(data: PreparedData) -> dict[str, list[str]]:
     """Decode both splits document by document, and check that each ends with the end token and has all its bytes."""
-    assert data.tokenizer is not None
     result: dict[str, list[str]] = {}
     for name, split in {"train": data.train, "valid": data.valid}.items():
         parts = [split.read(part.start, part.start + part.n_tokens) for part in split.parts]
@@ -73,7 +72,6 @@ def test_a_mixture_has_its_sources_own_shards_and_one_tokenizer_that_learns_from
     sources = [SourceConfig(str(corpus), 0.75), SourceConfig(str(other), 0.25)]
     config = replace(text_config(tmp_path / "cache", corpus), path=None, sources=sources)
     data = prepare(config)
-    assert data.tokenizer is not None
     assert "zyzy" in data.tokenizer.json
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text(data.tokenizer.json)

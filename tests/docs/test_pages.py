@@ -74,13 +74,7 @@ def test_the_quickstart_works_from_training_to_the_report(command, small, tmp_pa
     after = page.read_text(encoding="utf-8").split("## A first run")[0].count("\n")
     before = page.read_text(encoding="utf-8").split("## A run on your own text")[0].count("\n")
     lines = [words for block in blocks(page) if after < block.line < before for words in commands(block)]
-    assert [Path(words[1]).name for words in lines] == [
-        "train.py",
-        "evaluate.py",
-        "generate.py",
-        "export.py",
-        "report.py",
-    ]
+    assert [Path(words[1]).stem for words in lines] == ["train", "evaluate", "generate", "export", "report"]
     cache = next(override for override in small() if override.startswith("data.cache_dir="))
     more = {
         "train.py": [*small(), "run_name=gla-smoke-standard-s0"],

@@ -18,7 +18,7 @@ import small_disk
 import torch
 import torch.nn.functional as F
 import transformers
-from fitting import fitted
+from fitting import fitted, summary_of
 from forked import start
 
 from linrnn.config import last_of_each, load_config
@@ -59,18 +59,15 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def text(small: Small, tmp_path: Path) -> list[str]:
+def text(on_text: Small, tmp_path: Path) -> list[str]:
     """Overrides of a run on text, with a tokenizer trained on it."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n\n".join(f"the cat number {i} sat on mat number {i * i % 97} again" for i in range(400)))
-    kept = [override for override in small() if not override.startswith("data.n_")]
-    return [*kept, "data=text", f"data.path={corpus}", "data.tokenizer_vocab_size=300", "data.valid_fraction=0.1"]
+    return on_text(f"data.path={corpus}")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
-    model: str, small: Small, tmp_path: Path
-) -> None:
+def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(model, small, tmp_path):
     trainer = fitted(small(f"model={model}", f"size.tie_embeddings={str(model in MODELS[:2]).lower()}"))
     run = load_trained(str(trainer.directory.path), CPU)
     export(run, tmp_path / "out")
@@ -86,8 +83,7 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     names = {path.name for path in (tmp_path / "out").iterdir()}
     own = {"linrnn_config.yaml", "SHA256SUMS", "README.md"}
     assert names == {"config.json", "generation_config.json", "model.safetensors", *own}
-    card, summary = (tmp_path / "out" / "README.md").read_text(), trainer.directory.read_summary()
-    assert summary is not None
+    card, summary = (tmp_path / "out" / "README.md").read_text(), summary_of(trainer)
     assert f"* Model: {model}, {summary['n_parameters']:,} parameters" in card
     assert f"steps with loss=cce_kahan, {summary['tokens']:,} tokens" in card
     assert f"* Validation: {summary['valid_loss_nats']:.4f} nats a token" in card
@@ -104,7 +100,7 @@ def test_fla_loads_an_export_with_equal_logits_and_samples_carry_the_state_on(
     assert list(samples(exported, options(**greedy))) == [(prompt, tokens)]
 
 
-def test_reading_a_checkpoint_draws_no_weights(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_checkpoint_draws_no_weights(small, monkeypatch):
     """The weights are read, so drawing them first would take a 1.3B model many seconds for nothing."""
     run = fitted(small())
     before = torch.get_rng_state()
@@ -119,7 +115,7 @@ def test_reading_a_checkpoint_draws_no_weights(small: Small, monkeypatch: pytest
     assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global generator either"
 
 
-def test_sampling_follows_seed_temperature_top_k_and_top_p(run_path: Path) -> None:
+def test_sampling_follows_seed_temperature_top_k_and_top_p(run_path):
     run = load_trained(run_path, CPU)
 
     def drawn(**changes: Any) -> list[list[int]]:
@@ -139,7 +135,7 @@ def test_sampling_follows_seed_temperature_top_k_and_top_p(run_path: Path) -> No
     assert firsts == best
 
 
-def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_path: Path) -> None:
+def test_bf16_parameters_are_exported_in_fp32_without_loss(small, tmp_path):
     trainer = fitted(small("model=kda", "trainer.precision=bf16"))
     export(load_trained(str(trainer.directory.path), CPU), tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -149,9 +145,7 @@ def test_bf16_parameters_are_exported_in_fp32_without_loss(small: Small, tmp_pat
     assert all(torch.equal(tensor, here[name].float()) for name, tensor in loaded.state_dict().items())
 
 
-def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
-    text: list[str], tmp_path: Path, command_here: Command
-) -> None:
+def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(text, tmp_path, command_here):
     trainer = fitted([*text, "trainer.max_steps=30", "trainer.batch_size=8"])
     run = load_trained(str(trainer.directory.path), CPU)
     export(run, tmp_path / "out")
@@ -176,9 +170,7 @@ def test_text_goes_in_and_out_by_the_run_s_own_tokenizer(
     assert len({path.read_bytes() for path in weights}) == 1
 
 
-def test_a_sample_is_printed_while_it_grows_and_prompts_come_from_the_keyboard(
-    text: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_is_printed_while_it_grows_and_prompts_come_from_the_keyboard(text, monkeypatch, capsys):
     run = load_trained(str(fitted(text).directory.path), CPU)
     seen, put = list[str](), Printer.put
     capsys.readouterr()
@@ -197,7 +189,7 @@ def test_a_sample_is_printed_while_it_grows_and_prompts_come_from_the_keyboard(
     assert list(prompts(options(prompt="the"))) == [options(prompt="the")]
 
 
-def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: Path) -> None:
+def test_without_an_end_token_no_token_ends_a_sample(text, tmp_path):
     """FLA's models say by default that token 2 ends a text."""
     made = train_tokenizer([f"the cat number {i} sat on mat number {i}" for i in range(400)], 300)
     content = json.loads(made.json)
@@ -216,9 +208,7 @@ def test_without_an_end_token_no_token_ends_a_sample(text: list[str], tmp_path: 
             export(run, exported)
 
 
-def test_what_cannot_be_exported_or_generated_from_is_refused(
-    run_path: Path, tmp_path: Path, command_here: Command
-) -> None:
+def test_what_cannot_be_exported_or_generated_from_is_refused(run_path, tmp_path, command_here):
     run = load_trained(run_path, CPU)
     out = tmp_path / "out"
     export(run, out)
@@ -315,8 +305,7 @@ def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entrop
         rows = logits(run.model, batch.input_ids).flatten(0, 1)
         nats += F.cross_entropy(rows, batch.labels.flatten(), reduction="sum").item()
         n_tokens += batch.n_tokens
-    summary = trainer.directory.read_summary()
-    assert summary is not None
+    summary = summary_of(trainer)
     assert nats / n_tokens == pytest.approx(summary["valid_loss_nats"])
     assert summary["train_loss_nats"] > summary["valid_loss_nats"] + 0.5 * math.log(512) ** 2 / 2
     assert "loss.softcap=0.5" in summary["training"], "a report compares it with no run of another objective"
@@ -331,9 +320,7 @@ def test_a_softcap_is_part_of_the_model_and_validation_is_its_plain_cross_entrop
         export(run, tmp_path / "out")
 
 
-def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(
-    run_path: Path, small: Small, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(run_path, small, tmp_path):
     export(load_trained(run_path, CPU), tmp_path / "out")
     checked = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, check=False)
     assert checked.returncode == 0, checked.stdout
@@ -355,11 +342,8 @@ def test_a_flipped_bit_in_an_export_is_noticed_on_loading_and_in_init_from(
         load_trained(str(tmp_path / "out"), CPU)
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o077])
-def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(
-    umask: int, text: list[str], tmp_path: Path
-) -> None:
-    before = os.umask(umask)
+def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(text, tmp_path):
+    before = os.umask(umask := 0o027)
     try:
         more = ("trainer.profile_steps=1", "trainer.warmup_measurement_steps=1", "logger.wandb.mode=offline")
         cache = tmp_path / "cache"
@@ -376,9 +360,7 @@ def test_every_file_of_a_run_and_an_export_has_the_mode_that_umask_gives(
     assert folders == {0o777 & ~umask}
 
 
-def test_the_command_that_export_names_loads_the_model_on_a_cpu(
-    run_path: Path, tmp_path: Path, command_here: Command
-) -> None:
+def test_the_command_that_export_names_loads_the_model_on_a_cpu(run_path, tmp_path, command_here):
     out = tmp_path / "it's out"
     done = command_here("scripts/export.py", f"checkpoint={run_path}", f"output={out}")
     assert done.returncode == 0, done.stderr
@@ -412,7 +394,7 @@ def _export_to_a_small_disk(run: Path, disk: Path, kept: Path) -> None:
         kept.write_text(f"{error.exit_code} {error.cause} {[path.name for path in disk.iterdir()]}")
 
 
-def test_a_full_disk_ends_an_export_with_its_cause_and_leaves_nothing(run_path: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_an_export_with_its_cause_and_leaves_nothing(run_path, tmp_path):
     (tmp_path / "disk").mkdir()
     process = start(_export_to_a_small_disk, run_path, tmp_path / "disk", tmp_path / "kept")
     process.join()

@@ -12,17 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from linrnn import profiling
 from linrnn.core.errors import StorageError
-from linrnn.profiling import (
-    MemoryByComponent,
-    SpeedMeter,
-    Stopwatch,
-    matmul_rate,
-    memory_snapshot,
-    observe,
-    trace,
-    watched_loss,
-)
+from linrnn.profiling import MemoryByComponent, SpeedMeter, Stopwatch, memory_snapshot, observe, trace, watched_loss
 
 CPU = torch.device("cpu")
 
@@ -188,7 +180,7 @@ def test_the_speed_of_a_step_is_that_of_its_end_and_not_of_when_the_host_reads_i
 
 
 def test_the_rate_of_a_matrix_product_is_its_flops_over_its_time(ticking):
-    assert matmul_rate(torch.float32, size=8, bursts=2, seconds=3) == 2 * 8**3
+    assert profiling.matmul_rate(torch.float32, size=8, bursts=2, seconds=3) == 2 * 8**3
 
 
 def test_cpu_memory_counts_every_tensor_and_labels_the_peak_as_the_process_s():

@@ -68,14 +68,7 @@ def test_a_progress_line_says_what_a_person_watches():
     assert progress_line(2.0, 1e-3, 1.0, None, None, None) == "loss 2.0000 | warming up | lr 1.0e-03 | grad norm 1.00"
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (0, "0.00 KiB"),
-        (10.3 * 2**20, "10.3 MiB"),
-        (40.25 * GIB, "40.2 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("size", "words"), [(0, "0.00 KiB"), (10.3 * 2**20, "10.3 MiB"), (40.25 * GIB, "40.2 GiB")])
 def test_a_size_is_written_in_the_unit_that_reads_best(size, words):
     assert size_in_words(size) == words
 

@@ -47,14 +47,8 @@ def test_versions_hardware_and_what_the_allocator_was_told_are_there(monkeypatch
 def test_it_is_strict_json_without_secrets_names_or_paths(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-key")
     text = json.dumps(describe_environment(), allow_nan=False)
-    for private in (
-        "a-secret-key",
-        "WANDB",
-        platform.node(),
-        str(ROOT),
-        str(Path.home()) + "/",
-        f'"{getpass.getuser()}"',
-    ):
+    home = f"{Path.home()}/"
+    for private in ("a-secret-key", "WANDB", platform.node(), str(ROOT), home, f'"{getpass.getuser()}"'):
         assert not private or private not in text
 
 

@@ -59,11 +59,7 @@ def test_no_none_reaches_wandb_not_even_when_a_run_is_recorded_anew(opened, tmp_
 
 @pytest.mark.parametrize(
     ("configured", "asked", "modes"),
-    [
-        ("auto", "offline", ["offline"]),
-        ("auto", "disabled", []),
-        ("offline", "disabled", ["offline"]),
-    ],
+    [("auto", "offline", ["offline"]), ("auto", "disabled", []), ("offline", "disabled", ["offline"])],
 )
 def test_wandbs_own_variable_decides_where_the_mode_is_auto(configured, asked, modes, opened, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", asked)

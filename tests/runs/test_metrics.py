@@ -58,10 +58,7 @@ def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
 
 @pytest.mark.parametrize("record", [{"step": 1, "train/los": 1.0}, {"train/loss_nats": 1.0}])
 def test_an_unknown_name_or_a_missing_step_is_a_bug_and_says_so(tmp_path, record):
-    with (
-        closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer,
-        pytest.raises(ValueError, match=r"train/los|step"),
-    ):
+    with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer, pytest.raises(ValueError, match=r"train/los|step"):
         writer.write(record)
     assert writer.path.read_text() == ""
 

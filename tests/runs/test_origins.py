@@ -44,10 +44,8 @@ def test_a_record_of_another_kind_is_refused(content, tmp_path):
 
 
 def environment(**choices: str) -> dict[str, Any]:
-    return {
-        "packages": {"torch": "2.13"},
-        "kernel_choices": {"fingerprint": str(hash(str(choices))), "choices": choices},
-    }
+    fingerprint = str(hash(str(choices)))
+    return {"packages": {"torch": "2.13"}, "kernel_choices": {"fingerprint": fingerprint, "choices": choices}}
 
 
 CODE = {"linrnn": "a" * 12, "cce_kernels": "b" * 12}

@@ -1,16 +1,20 @@
 """Whatever happens to wandb, a run goes on, and everything can be sent later."""
 
+import gzip
+import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from wandb_server import WandbServer
 
 from linrnn.config import load_config
 from linrnn.runs import loggers
@@ -18,6 +22,62 @@ from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
 
 STEPS = 6
+
+
+class WandbServer:
+    """What wandb's client needs to send a run. It listens until :meth:`stop`. `steps`: of the received history."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.steps: set[int] = set()
+        handler = type("Handler", (_Handler,), {"server_of_tests": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self.port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        if path.endswith("file_stream"):
+            for line in json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
+                self.steps.add(json.loads(line)["_step"])
+        if not path.endswith("graphql"):
+            return {}
+        request = json.loads(body)
+        if "upsertBucket" in request["query"]:
+            project = {"id": "p", "name": "linrnn", "entity": {"id": "e", "name": "someone"}}
+            run = {"id": "r", "name": request["variables"]["name"], "displayName": "run", "config": "{}"}
+            bucket = {**run, "description": "", "sweepName": None, "historyLineCount": 0, "project": project}
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
+        if "createRunFiles" in request["query"]:
+            files = [{"name": name, "uploadUrl": f"{self.url}/files"} for name in request["variables"]["files"]]
+            return {"data": {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}}
+        return {"data": {}}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_of_tests: WandbServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        answer = json.dumps(self.server_of_tests.answer(self.path, body)).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_PUT = do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
 
 
 @pytest.fixture

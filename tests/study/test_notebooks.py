@@ -2,14 +2,13 @@
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fitting import fitted
 
-from linrnn.config import load_config
-from linrnn.training.trainer import Trainer
 from study.notebook import FOLDERS, execute
 
 nbclient = pytest.importorskip("nbclient", reason="pip install 'linrnn[test]'")
@@ -19,33 +18,17 @@ KernelManager = pytest.importorskip("jupyter_client", reason="pip install 'linrn
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-SMALL = (
-    "device=cpu",
-    "trainer.max_steps=15",
-    "trainer.seq_len=80",
-    "trainer.valid_tokens=400",
-    "trainer.warmup_measurement_steps=2",
-    "trainer.checkpoint_every=0",
-    "data.n_tokens=20000",
-    "data.n_valid_tokens=2000",
-    "logger.wandb.mode=disabled",
-    "logger.picture=false",
-)
+RUN = ("model=transformer", "group=mve", "trainer.max_steps=15", "trainer.checkpoint_every=0")
 
 
 @pytest.fixture(scope="module")
-def cpu_results(tmp_path_factory: pytest.TempPathFactory, data_cache: Path) -> Path:
+def cpu_results(small_of_module: Callable[..., list[str]]) -> Path:
     """A results directory with small runs of two losses, two batches and two vocabularies."""
-    results = tmp_path_factory.mktemp("results")
-    common = [*SMALL, f"results_dir={results}", f"data.cache_dir={data_cache}", "model=transformer", "group=mve"]
     for loss in ("standard", "cce_kahan"):
-        for more in (
-            ["trainer.batch_size=1"],
-            ["trainer.batch_size=2"],
-            ["trainer.batch_size=2", "size.vocab_size=700"],
-        ):
-            Trainer(load_config([*common, f"loss={loss}", *more])).fit()
-    return results
+        for more in ([], ["trainer.batch_size=1"], ["size.vocab_size=700"]):
+            options = small_of_module(*RUN, "trainer.warmup_measurement_steps=2", f"loss={loss}", *more)
+            group = fitted(options).directory.path.parent
+    return group.parent
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +40,15 @@ def kernel() -> Iterator[KernelManager]:
     manager.shutdown_kernel(now=True)
 
 
+def read(name: str) -> Any:
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
 def run_all(name: str, kernel: KernelManager, results: Path) -> Any:
     """The notebook with its new outputs."""
     notebook = read(name)
     execute(notebook, results, kernel)
     return notebook
-
-
-def read(name: str) -> Any:
-    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
 def shown(notebook: Any) -> list[str]:
@@ -111,10 +94,3 @@ def test_the_text_of_a_notebook_states_no_number_that_no_cell_shows(name):
         if cell.cell_type == "markdown":
             for number in re.findall(r"(?<![\w.])\d[\d,.]*", cell.source):
                 assert number.rstrip(".,") in printed, cell.source
-
-
-def test_there_are_three_light_notebooks():
-    assert NOTEBOOKS == ["memory_and_speed", "same_loss", "your_own_runs"]
-    for name in NOTEBOOKS:
-        nbformat.validate(read(name))
-        assert (ROOT / "notebooks" / f"{name}.ipynb").stat().st_size < 400_000

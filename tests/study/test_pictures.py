@@ -32,26 +32,15 @@ def test_the_committed_pictures_say_what_the_rows_say(drawn):
 
 
 def test_the_parts_of_a_step_fill_it_and_the_mixer_counts_once():
-    breakdown = {
-        "time": {
-            "mixer": {"forward": 3.0, "backward": 5.0},
-            "mixer/projections": {"forward": 1.0, "backward": 2.0},
-            "mixer/scan": {"forward": 2.0, "backward": 3.0},
-            "embedding": {"forward": 0.5, "backward": None},
-            "norms": {"forward": 0.5, "backward": 1.0},
-            "mlp": {"forward": 1.0, "backward": 2.0},
-            "loss": {"forward": 1.0, "backward": 1.0},
-            "optimizer": {"total": 1.0},
-            "step": {"total": 20.0},
-            "host": {"total": 15.0},
-        },
-        "steps": [],
-    }
-    parts = parts_of_step(breakdown)
+    passes = {"mixer": (3.0, 5.0), "mixer/projections": (1.0, 2.0), "mixer/scan": (2.0, 3.0), "embedding": (0.5, None)}
+    passes |= {"norms": (0.5, 1.0), "mlp": (1.0, 2.0), "loss": (1.0, 1.0)}
+    times = {name: {"forward": forward, "backward": backward} for name, (forward, backward) in passes.items()}
+    times |= {"optimizer": {"total": 1.0}, "step": {"total": 20.0}, "host": {"total": 15.0}}
+    parts = parts_of_step({"time": times, "steps": []})
     assert "mixer" not in parts
     assert "host" not in parts
     assert (parts["mixer/projections"], parts["mixer/scan"], parts["the rest"]) == (3.0, 5.0, 4.0)
     assert sum(parts.values()) == 20.0
-    whole = {"time": {name: row for name, row in breakdown["time"].items() if "/" not in name}, "steps": []}
+    whole = {"time": {name: row for name, row in times.items() if "/" not in name}, "steps": []}
     assert parts_of_step(whole)["mixer"] == 8.0
     assert shares_of_step(whole)["mixer"] == Estimate(1, 0.4, None, None)
