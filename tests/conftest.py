@@ -146,17 +146,17 @@ def command_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def command(tmp_path_factory: pytest.TempPathFactory, fresh_command: Command) -> Command:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """Run a script of the repository in its own process, forked from one that has imported the libraries.
 
     With a GPU the process is new instead: CUDA does not survive a fork.
     """
     import torch
 
-    if torch.cuda.is_available():
-        return fresh_command
-
     def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+        if torch.cuda.is_available():
+            how = {"cwd": cwd, "env": {**os.environ, **environment}, "timeout": SECONDS, "check": False}
+            return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **how)
         folder = tmp_path_factory.mktemp("command")
         printed = folder / "stdout", folder / "stderr"
         process = start(run_elsewhere, {**os.environ, **environment}, cwd, arguments[0], list(arguments[1:]), *printed)
@@ -212,17 +212,6 @@ def new_losses() -> Iterator[None]:
         register.clear()
         register.update(content)
     compose._composed.cache_clear()
-
-
-@pytest.fixture
-def fresh_command() -> Command:
-    """Run a script of the repository in a new interpreter, as a user does. It is slow: once or twice per script."""
-
-    def call(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-        how = {"cwd": cwd, "env": {**os.environ, **environment}, "timeout": SECONDS, "check": False}
-        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **how)
-
-    return call
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""Processes that start at once: they are forked from one that has imported warm.py.
-
-Tests of how a command starts in a new interpreter use the fixture `fresh_command`.
-"""
+"""Processes that start at once: they are forked from one that has imported warm.py."""
 
 import gc
 import multiprocessing

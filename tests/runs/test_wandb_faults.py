@@ -1,4 +1,4 @@
-"""Whatever happens to wandb, a run goes on, and everything can be sent later."""
+"""Whatever happens to wandb, a run goes on, and everything can be sent later. What it receives, with a stand-in."""
 
 import gzip
 import json
@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from linrnn.config import load_config
+from linrnn.config.schema import WandbConfig
 from linrnn.runs import loggers
+from linrnn.runs.loggers import WandbMirror
 from linrnn.runs.metrics import read_jsonl
 from linrnn.training.trainer import Trainer
 
@@ -129,11 +131,11 @@ def synced(port: int, directory: Path) -> set[int]:
 
 def test_an_id_that_a_full_disk_left_empty_is_made_anew_and_then_stays(tmp_path, monkeypatch):
     ids: list[str] = []
-    monkeypatch.setattr(loggers.WandbMirror, "_open", lambda self, mode, run_id: ids.append(run_id))
+    monkeypatch.setattr(WandbMirror, "_open", lambda self, mode, run_id: ids.append(run_id))
     config = load_config(["logger.wandb.mode=offline"]).logger.wandb
     (tmp_path / "wandb_id").touch()
     for _ in range(2):
-        loggers.WandbMirror(config, tmp_path, history=list, say=print, tags=[])
+        WandbMirror(config, tmp_path, history=list, say=print, tags=[])
     assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text()
     assert len(ids[0]) == 8
 
@@ -172,3 +174,63 @@ def test_its_own_process_dies_in_the_middle_of_a_run(server, small):
     assert "the whole run is recorded offline" in log
     server.stop()
     assert synced(server.port, directory) >= set(range(1, STEPS + 1))
+
+
+# ------------------------------------------------------------------------------------------------------- a stand-in
+RECORD = {"step": 3, "time": "now", "train/loss_nats": 2.0, "speed/mfu": None}
+
+
+class FakeRun:
+    """Keeps what is logged. It can fail, as wandb does when its own process dies."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.summary: dict[str, Any] = {}
+        self.fails = False
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if self.fails:
+            raise BrokenPipeError("wandb is gone")
+        self.logged.append((step, metrics))
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+def mirror(directory: Path, mode: str = "offline") -> WandbMirror:
+    config = WandbConfig(mode=mode, project="p", entity=None, tags=["own"])
+    return WandbMirror(config, directory, history=lambda: [RECORD], say=lambda line: None, tags=["gla"])
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, FakeRun]]:
+    """The runs that are opened, each with its mode."""
+    runs: list[tuple[str, FakeRun]] = []
+
+    def open_run(self: WandbMirror, mode: str, run_id: str) -> FakeRun:
+        runs.append((mode, FakeRun()))
+        return runs[-1][1]
+
+    monkeypatch.setattr(WandbMirror, "_open", open_run)
+    monkeypatch.setattr(loggers, "_end_service", lambda: None)
+    return runs
+
+
+def test_no_none_reaches_wandb_not_even_when_a_run_is_recorded_anew(opened, tmp_path):
+    lost = mirror(tmp_path)
+    lost.log(3, {"train/loss_nats": 2.0, "speed/mfu": None})
+    opened[0][1].fails = True
+    lost.log(4, {"train/loss_nats": 1.0})
+    lost.finish({}, 0)
+    assert [run.logged for _, run in opened] == [[(3, {"train/loss_nats": 2.0})]] * 2
+
+
+@pytest.mark.parametrize(
+    ("configured", "asked", "modes"),
+    [("auto", "offline", ["offline"]), ("auto", "disabled", []), ("offline", "disabled", ["offline"])],
+)
+def test_wandbs_own_variable_decides_where_the_mode_is_auto(configured, asked, modes, opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", asked)
+    monkeypatch.setattr(loggers, "has_wandb_key", lambda: True)
+    mirror(tmp_path, configured)
+    assert [mode for mode, _ in opened] == modes
