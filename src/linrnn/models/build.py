@@ -46,6 +46,11 @@ class Part:
 WHOLE = Part(0, 1)
 
 
+def own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor (a DTensor), in the same memory. Any other tensor stays as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def keep(tensor: Tensor, value: Tensor, part: Part) -> None:
     """Copy a value into a tensor; into a DTensor, whose rows this rank has as `part`, those rows of the value."""
     if hasattr(tensor, "to_local"):

@@ -20,7 +20,7 @@ from linrnn.core.files import read_object
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import with_sdpa
-from linrnn.models.build import WHOLE, Part, keep
+from linrnn.models.build import WHOLE, Part, keep, own_rows
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
 
@@ -118,8 +118,7 @@ def open_pretrained(directory: Path, device: torch.device) -> Any:
 def check_finite(weights: dict[str, Tensor], source: str) -> None:
     """Raise a DataError for weights, or this rank's parts of them, that hold NaN or infinity."""
     for name, tensor in weights.items():
-        here = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if not here.isfinite().all():
+        if not own_rows(tensor).isfinite().all():
             raise DataError(f"{source}: {name} holds NaN or infinity", "name weights from before they came in")
 
 

@@ -6,15 +6,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from linrnn.models.build import own_rows
 from linrnn.profiling.observe import LOSS_BACKWARD, LOSS_FORWARD
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of `tensors` on this rank; None counts as 0. The tensors must not share memory."""
-    from torch.distributed.tensor import DTensor  # half a second to import: only here
-
-    here = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
-    return sum(tensor.nbytes for tensor in here)
+    return sum(own_rows(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 class MemoryByComponent:

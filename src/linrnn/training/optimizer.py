@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from linrnn.config.schema import FallingConfig, MuonConfig, OptimizerConfig, ScheduleConfig, WsdConfig
 from linrnn.core.errors import ConfigError
+from linrnn.models.build import own_rows
 from linrnn.models.decay import decays, layer_matrices
 
 NO_DIVISION_BY_ZERO = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -179,12 +180,6 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
-
-
-@torch.no_grad()
-def own_rows(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, in the same memory. A tensor that is not sharded stays as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # -------------------------------------------------------------------------------------------------- learning rate
