@@ -54,7 +54,7 @@ def of_verdicts(found: Sequence[Verdict]) -> Table:
 
     rows: list[dict[str, object]] = [
         {
-            "result": f"**{v.verdict}**" if v.target.rule or v.value is None else "-",
+            "result": f"**{v.verdict}**" if v.target.rule else "-",
             "metric": v.target.name,
             "value": _beside_target(v),
             "90 % interval": "-" if v.low is None else f"{v.low:{v.target.form}} to {v.high:{v.target.form}}",
