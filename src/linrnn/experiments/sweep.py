@@ -133,13 +133,13 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
     in_all = ""
     if foreseen and len(foreseen) == len(ahead):
         in_all = f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
-    where = points[0].config.gpu or "a GPU (trainer.precision=auto: as on this machine)"
+    where = points[0].config.gpu or "a GPU in this machine's precision"
     of_one = f"; each point has {points[0].ranks} ranks, and its memory is that of one" * (points[0].ranks > 1)
     return [
         *lines,
         "",
         f"{len(points)} points: {', '.join(f'{count} {state}' for state, count in states.items())}{of_one}",
-        f"memory is estimated for {where}, time with {START_SECONDS:.0f} s a point to start, without tuning{in_all}",
+        f"memory is estimated for {where}; time includes {START_SECONDS:.0f} s to start a point, and no tuning{in_all}",
     ]
 
 
