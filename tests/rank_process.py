@@ -100,7 +100,6 @@ def leave_kernels_untuned(set_attribute: Callable[[object, str, Any], None] = se
     set_attribute(Autotuner, "prune_configs", lambda tuner, arguments: candidates(tuner, arguments)[:1])
 
 
-# --------------------------------------------------------------------------------------------------------- outcome
 def curve(directory: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step. A step that was written twice is an error."""
     records = [r for r in read_jsonl(directory / "metrics.jsonl") if "train/loss_nats" in r]
@@ -144,7 +143,6 @@ def trained_in(overrides: list[str], world_size: int, tmp_path: Path) -> Path:
     return next((tmp_path / "results" / group).iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------------- faults
 def _signalled_at_once() -> None:
     """A signal arrives while the ranks are being set up."""
     original = Trainer.__init__

@@ -190,7 +190,6 @@ def test_a_command_of_another_package_is_a_dataclass(monkeypatch):
     assert shown[1].split(" # ") == ["rounds: 30                 ", "timed calls; ≥ 2"]
 
 
-# ------------------------------------------------------------------------------------------- names and paths at limits
 LONG = ["trainer.batch_size=3", "trainer.seq_len=777", "optimizer.beta1=0.81", "optimizer.beta2=0.91"]
 LONG += ["optimizer.weight_decay=0.123", "schedule.min_lr_ratio=0.2", "trainer.valid_tokens=4321"]
 

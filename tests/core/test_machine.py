@@ -19,7 +19,6 @@ from linrnn.training import plan as plan_module
 from linrnn.training.plan import Plan, make_training_plan
 from linrnn.training.trainer import Trainer
 
-# ---------------------------------------------------------------------------------------------------------- memory
 TWO = {"max": "500000", "current": "300000", "stat": "anon 1\ninactive_file 50000\n"}
 
 
@@ -96,7 +95,6 @@ def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(small, tmp_path,
     assert not results.exists()
 
 
-# --------------------------------------------------------------------------------------------- unknown is unknown
 def test_a_model_without_formulas_is_forecast_as_unknown(capsys):
     for name in ("rwkv6", "rwkv7"):  # whose FLOPs are unknown, and known
         dry_run.print_forecast(load_config(["model=fla", f"model.config={name}", "dry_run=true", "gpu=h100"]))

@@ -26,7 +26,6 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------- documents
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "A.JSON.XZ", "a.parquet"])
 def test_rows_give_every_text_in_order(tmp_path, name):
     expected, path = sentences(100), tmp_path / name
@@ -98,7 +97,6 @@ def test_a_parquet_file_without_the_column_or_its_end_is_named(tmp_path):
         texts_of(path)
 
 
-# ----------------------------------------------------------------------------------------------------- files
 def make(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)

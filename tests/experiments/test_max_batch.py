@@ -95,7 +95,6 @@ def test_whatever_the_forecast_says_the_answer_is_what_was_seen(fixed, slope, er
     assert answer.too_large == min([batch for batch in log if int(truth(batch)) > 80 * GIB], default=None)
 
 
-# ------------------------------------------------------------------------------------------------- training runs
 def find(overrides: list[str], *own: str, say: Callable[[str], None] = print) -> Answer:
     """The command in this process."""
     overrides = [override for override in overrides if not override.startswith("trainer.max_steps")]

@@ -234,7 +234,6 @@ def test_errors_come_whole_out_of_another_process():
     assert error.value.exit_code == 2
 
 
-# ------------------------------------------------------------------------------------------------- several ranks
 @pytest.fixture
 def make_shared_points(small: Small) -> Callable[[int], list[Point]]:
     """Points of two ranks."""

@@ -119,7 +119,6 @@ def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(small, 
     assert [record["step"] for record in records(again, "valid/loss_nats")] == [3]
 
 
-# --------------------------------------------------------------------------------------------------------- signals
 def test_a_hangup_that_is_ignored_already_stays_ignored():
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -172,7 +171,6 @@ def test_a_terminal_that_is_closed_leaves_a_checkpoint_and_a_summary(small, tmp_
     assert found(directory / "checkpoints")[-1].name == f"step_{summary['steps']:08d}"
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints
 def test_a_run_without_options_writes_checkpoints_by_the_clock(small, monkeypatch, capsys):
     """Every step takes four minutes here. A kill must lose at most ten minutes, not the run."""
     assert load_config(small()).trainer.checkpoint_minutes == 10

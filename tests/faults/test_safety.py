@@ -95,7 +95,6 @@ def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(small, mo
     assert "<WANDB_API_KEY>" in json.loads((trainer.directory.path / "summary.json").read_text())["reason"]
 
 
-# ---------------------------------------------------------------------------------------------------------- pickles
 class Bomb:
     """Creates a file when it is unpickled."""
 

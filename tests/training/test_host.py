@@ -43,7 +43,6 @@ def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -
     patch.setattr(owner, name, call)
 
 
-# ------------------------------------------------------------------------------------------------ asking the ranks
 def test_between_steps_no_rank_waits_for_the_answer_of_another(small, group_of_one, monkeypatch):
     """A step's question is answered while the next step runs. Only the loss is summed at once, where the device is."""
     events: list[str] = []
@@ -85,7 +84,6 @@ def test_several_ranks_save_once_when_the_clock_asks(small, group_of_one, monkey
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in (3, 6, 8)]
 
 
-# ---------------------------------------------------------------------------------------------------- reading late
 def test_a_steps_results_are_read_once_the_next_step_is_under_way(small, monkeypatch):
     events: list[tuple[str, int]] = []
     before(monkeypatch, Trainer, "train_step", lambda self: events.append(("step", self.step + 1)))
@@ -115,7 +113,6 @@ def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(last, several,
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{n:08d}" for n in range(1, bad)]
 
 
-# --------------------------------------------------------------------------------------------------------- garbage
 class Cycle:
     """Garbage that only the collector finds."""
 
@@ -143,7 +140,6 @@ def test_garbage_is_collected_between_steps_and_by_itself_after_the_run(fails, s
     assert gc.isenabled()
 
 
-# ------------------------------------------------------------------------------------------------------ on the GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["standard", "cce_kahan"])
 @pytest.mark.parametrize("model", ["gla", "transformer"])

@@ -34,7 +34,6 @@ def measured(model: Any, rounds: int = 1, device: str = "cpu", **options: Any) -
     return cce_kernels.profile(model.to(device).train(), given, rounds=rounds, **options)
 
 
-# ------------------------------------------------------------------------------------------------------- the figures
 @pytest.mark.parametrize(
     ("build", "switch"),
     [
@@ -76,7 +75,6 @@ def test_ids_are_their_own_labels_and_weights_do_not_change():
     assert all(p.grad is None for p in model.parameters())
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -103,7 +101,6 @@ def test_wrong_arguments_are_refused():
         cce_kernels.profile(model.eval(), ids)
 
 
-# ------------------------------------------------------------------------------------------------------ the command
 def test_the_command_prints_a_table_of_a_configs_model(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     arguments = ["batch=2", "seq=8", "rounds=1", "checkpointing=true", "device=cpu", "dtype=fp32"]
@@ -153,7 +150,6 @@ def test_presets_have_the_published_number_of_parameters(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
-# ------------------------------------------------------------------------------------------------------------ a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "build",

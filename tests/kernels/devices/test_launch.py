@@ -149,7 +149,6 @@ def test_whoever_hears_of_launches_hears_of_quick_ones(quick, name):
     assert len(only.hooked) == len(only.run.got) == 1
 
 
-# -------------------------------------------------------------------------------------------------- repeated launches
 def test_a_repeated_launch_encodes_no_descriptor(quick):
     kernel, compiled, encoded = quick
     for _ in range(4):

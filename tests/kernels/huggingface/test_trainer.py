@@ -97,7 +97,6 @@ def test_a_run_continues_from_its_checkpoint(trainer, tmp_path):
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
 
 
-# ------------------------------------------------------------------------------------------ PEFT
 def lora(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     import peft

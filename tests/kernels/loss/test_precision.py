@@ -121,7 +121,6 @@ def test_a_target_whose_logit_another_equals_is_not_the_predicted_one(dtype, dev
         assert metrics["accuracy"].item() == accuracy
 
 
-# ------------------------------------------------------------------------------------------------- a common offset
 CALLS: dict[str, dict[str, Any]] = {
     "mean": {},
     "row_losses": {"reduction": "none"},

@@ -21,7 +21,6 @@ MODELS = ("gla", "kda", "transformer")
 LOSSES = ("cce_kahan", "cce_filter", "compiled", "standard", "fla")
 
 
-# --------------------------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize(
     ("overrides", "ranks", "cause", "remedy"),
     [
@@ -55,7 +54,6 @@ def test_a_cpu_is_refused(small):
         Trainer(load_config(small(GRAPH)))
 
 
-# ------------------------------------------------------------------------------------------- which step is captured
 def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replayed(small, monkeypatch, capsys):
     plain = fitted(small(*RUN))
     graphs = Graphs(monkeypatch)
@@ -86,7 +84,6 @@ def test_what_the_device_refuses_to_capture_is_unsupported(small, monkeypatch):
     assert graphs.replays == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- on a GPU
 @pytest.mark.gpu
 @pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("loss", LOSSES)

@@ -90,7 +90,6 @@ def test_buffers_that_a_forward_pass_changes_keep_their_values(small):
     assert (block.steps, block.total) == (0, 0)
 
 
-# ------------------------------------------------------------------------------------------------------- new memory
 @triton.jit
 def choose_rows(rows, n: tl.constexpr):
     tl.store(rows + tl.arange(0, n), tl.arange(0, n) % 2)
@@ -141,7 +140,6 @@ def test_new_memory_holds_zeros_while_kernels_are_compiled_ahead(asked):
         assert not torch.equal(allocate(), torch.zeros(2, 3)), f"afterwards {name} leaves memory as it is"
 
 
-# ----------------------------------------------------------------------------------------------------------- errors
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
     """From the call on, runs rehearse as on a GPU, and each rehearsal ends with this error."""
