@@ -151,13 +151,14 @@ class RunLog:
         config, plan, arch = self._config, self._plan, self._architecture
         trainer, ranks = config.trainer, plan.world_size
         groups = config.parallel.data_ranks(ranks)
+        micro = f" x {trainer.accumulation_steps} micro-steps"
         split = f" x {groups} {'ranks' if groups == ranks else f'group(s) of {ranks // groups} ranks'}"
         for line in (
             f"{arch.model} x {arch.size} x {config.loss.name}: {arch.n_parameters:,} parameters, "
             f"V = {arch.vocab_size:,}, {plan.precision} on {plan.device.type}" + f", {ranks} ranks" * (ranks > 1),
             f"data: {self._data.description}",
-            f"{plan.total_steps} steps of {plan.tokens_per_step:,} tokens (B = {trainer.batch_size} x "
-            f"T = {trainer.seq_len} x {trainer.accumulation_steps}{split if ranks > 1 else ''}) "
+            f"{plan.total_steps} steps of {plan.tokens_per_step:,} tokens ({trainer.batch_size} sequences x "
+            f"{trainer.seq_len} tokens{micro if trainer.accumulation_steps > 1 else ''}{split if ranks > 1 else ''}) "
             f"-> {self._directory.path}",
             # Never of a constant schedule.
             f"the {config.schedule.name} schedule ends at step {plan.horizon}"
