@@ -337,7 +337,7 @@ def sampled() -> Any:
     times.set_title("training loss, nats", loc="left")
     steps.set_title("training loss, nats above torch.compile's", loc="left")
     faster, ends = claim("transformer_speed")["text"], claim("transformer_filter")["text"]
-    figure.suptitle(f"Sampled gradients: {faster} faster, validation loss higher by {ends} nats")
+    figure.suptitle(f"Sampled gradients: {faster} faster, validation loss differs by {ends} nats")
     about = "Transformer of 447M, 50M tokens, V = 131,072, three seeds; each run its own process, on one of two H200s."
     note = f"Title: 90 % interval. Blue: lowest to highest seed. Grey band: ±{MARGIN}."
     legend_below(figure, drawn, f"{about}\n{note}")
