@@ -39,6 +39,15 @@ def test_a_continued_run_takes_the_steps_that_the_first_would_have_taken(small):
     assert losses(weights_alone) != losses(second)
 
 
+def test_a_run_keeps_its_name_when_a_path_in_it_leads_elsewhere_at_its_end(small, tmp_path):
+    latest = tmp_path / "latest"
+    latest.symlink_to(fitted(small()).directory.path)
+    second = Trainer(load_config(small(f"init_from={latest}")))
+    latest.unlink()
+    latest.symlink_to(tmp_path)
+    assert second.fit()["run_name"] == second.directory.path.name, "reports leave others out"
+
+
 def test_the_plan_may_change_and_what_is_continued_is_recorded(small, capsys):
     first = fitted(small())
     step = found(first.directory.checkpoints)[-1]

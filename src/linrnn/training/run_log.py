@@ -354,7 +354,8 @@ class RunLog:
         """The summary of a run that ends after `step`, without what was measured."""
         summary = summary_without_figures(self._plan.config, self._plan.world_size, status, reason, command_line())
         started = self._directory.started if self._ranks.is_first else None
-        return summary | {"steps": step, "tokens": step * self._plan.tokens_per_step, "started": started}
+        done = {"steps": step, "tokens": step * self._plan.tokens_per_step, "started": started}
+        return summary | {"run_name": self._directory.path.name, **done}  # a path in the name may lead elsewhere by now
 
     def summary(
         self,
