@@ -91,6 +91,23 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(at_step, small, monke
     assert [path.name for path in found(trainer.directory.checkpoints)] == [f"step_{at_step:08d}"]
 
 
+def test_why_the_checkpoint_after_a_failure_was_not_written_is_said_in_full(small, monkeypatch, capsys):
+    cause = f"{'long/' * 40} cannot be written (No space left)"
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 1 EiB")
+
+    def full(*_: Any) -> None:
+        raise StorageError(cause, "free space")
+
+    trainer = Trainer(load_config(small("trainer.valid_every=2")))
+    monkeypatch.setattr(trainer_module, "evaluate", failing)
+    monkeypatch.setattr(trainer.checkpointer, "save", full)
+    with pytest.raises(OutOfMemoryError, match="in the validation after step 2"):
+        trainer.fit()
+    assert f"error: {cause}\n" in capsys.readouterr().out
+
+
 def test_a_signal_while_the_summary_is_written_does_not_lose_it(small, monkeypatch, deadly):
     summarise = RunLog.summary
 

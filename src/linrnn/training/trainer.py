@@ -14,7 +14,7 @@ import torch
 
 from linrnn.config import to_yaml
 from linrnn.config.schema import Config
-from linrnn.core.errors import DivergedError, InterruptedRun, StorageError, as_reason
+from linrnn.core.errors import DivergedError, InterruptedRun, StorageError, first_line
 from linrnn.core.garbage import collect_after, collected_at_known_points
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import seconds_since_start
@@ -208,7 +208,7 @@ class Trainer:
                     self.save()  # a validation changes nothing of the state after its step
                 self.checkpointer.wait()  # the last good checkpoint may still be being written
             except Exception as error:
-                self.log.line(f"error: {as_reason(error)}")
+                self.log.line(f"error: {first_line(error)}")
         summary = self.log.summary(self.step, self.continues, status, failure, evaluation, together=together)
         if together:
             self.ranks.end_together()
