@@ -163,7 +163,7 @@ def test_a_group_that_is_not_there_is_refused_with_the_groups_that_are(tmp_path)
     write_runs(tmp_path / "mine", FIVE_SEEDS[:1])
     with pytest.raises(DataError, match="group=other") as refused:
         make_report(load_config(["group=other", f"results_dir={tmp_path}"], "report"))
-    assert "With runs: mine; 0 of the study" in refused.value.remedy
+    assert "With runs: mine; 0 committed in" in refused.value.remedy
 
 
 def test_the_plots_are_those_that_the_runs_allow(tmp_path):

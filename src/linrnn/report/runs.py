@@ -159,7 +159,7 @@ def find_group(results: Path, name: str) -> tuple[list[Run], Path]:
         return read_committed(report), report
     here = sorted({path.parent.parent.name for path in results.glob(f"*/*/{SUMMARY}")})
     reports = list(results.glob(f"{REPORTS}/*/{COMMITTED}"))
-    there = f"With runs: {', '.join(here) or 'none'}; {len(reports)} of the study in {results / REPORTS}"
+    there = f"With runs: {', '.join(here) or 'none'}; {len(reports)} committed in {results / REPORTS}"
     raise DataError(f"{results} holds no run and no committed report of group={name}", f"name another group. {there}")
 
 
