@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_helpers import hub_config, sentences, write_tokenizer
+from data_helpers import hub_config, sentences, shared_data, write_tokenizer
 
 from linrnn.config import load_config
 from linrnn.core.errors import DataError
@@ -86,3 +86,12 @@ def test_what_the_data_set_lacks_is_named(tmp_path, tokenizer, changes, cause, r
     with pytest.raises(DataError, match=re.escape(cause)) as raised:
         prepare(hub_config(tmp_path / "cache", path, **{"subset": "small", "tokenizer": tokenizer, **changes}))
     assert remedy in raised.value.remedy
+
+
+def test_the_shared_copy_of_wikitext_has_the_official_bytes_and_articles(tmp_path, tokenizer):
+    overrides = ["data=wikitext103", f"data.path={shared_data() / 'wikitext-103'}", f"data.cache_dir={tmp_path}"]
+    overrides.append(f"data.tokenizer={tokenizer}")
+    data = prepare(load_config([*overrides, "data.train_split=test"]).data)
+    assert (data.valid.n_bytes, data.valid.n_documents) == (1_146_846, 60)
+    with pytest.raises(DataError, match="no split 'train', only: validation, test"):
+        prepare(load_config(overrides).data)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import sentences, write_tokenizer
+from data_helpers import sentences, shared_data, write_tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
@@ -166,3 +166,18 @@ def test_little_text_gives_the_entries_that_it_has():
     assert 257 < tokenizer.vocab_size < 300
     assert tokenizer.decode(tokenizer.encode("abc 東京")) == "abc 東京"
     assert train_tokenizer([], 5000).vocab_size == 257
+
+
+@pytest.mark.parametrize(
+    ("file", "vocab_size", "eos_id"),
+    [
+        ("mistral-v1-32000", 32_000, 2),
+        ("tekken-131072", 131_072, None),  # its file lacks the first thousand, special, ids
+        ("own-bpe-wikibooks-262144", 262_144, 0),
+    ],
+)
+def test_published_tokenizers_keep_text_whole(file, vocab_size, eos_id):
+    tokenizer = load_tokenizer(str(shared_data() / "tokenizers" / f"{file}.tokenizer.json.xz"))
+    texts = sentences(20)
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (vocab_size, eos_id)

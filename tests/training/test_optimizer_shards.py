@@ -1,4 +1,4 @@
-"""Muon on the rows of two ranks, and what clipping refuses. tests/distributed compares runs of several ranks."""
+"""AdamW, Muon and clipping on a rank's own rows, beside torch's. tests/distributed compares runs of several ranks."""
 
 import pytest
 import torch
@@ -12,6 +12,31 @@ from linrnn.config import load_config
 from linrnn.training.optimizer import build_optimizer, clip_gradients
 
 CPU = torch.device("cpu")
+
+
+def sharded() -> nn.Module:
+    """A layer with gradients, sharded by rows over one rank."""
+    torch.manual_seed(0)
+    layer, mesh = nn.Linear(6, 5), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    for name, parameter in list(layer.named_parameters()):
+        cut = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        cut.grad = distribute_tensor(3 * torch.randn_like(parameter), mesh, [Shard(0)])
+        setattr(layer, name, cut)
+    return layer
+
+
+def test_adamw_on_own_rows_takes_torchs_steps(group_of_one):
+    config = load_config().optimizer
+    ours, theirs = sharded(), sharded()
+    optimizer, groups = build_optimizer(ours, config, CPU), build_optimizer(theirs, config, CPU).param_groups
+    reference = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    for _ in range(3):
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+    for state in optimizer.state.values():
+        assert isinstance(state["exp_avg"], DTensor), "checkpoints keep whole moments"
 
 
 SHAPES = (5, 7), (8, 4), (1, 6)  # of the second one each rank has as many rows, of the third one rank has none
@@ -61,11 +86,20 @@ def test_muon_on_rows_of_two_ranks_takes_torchs_steps_on_whole_matrices(tmp_path
         assert torch.equal(mean, reference.state[matrix]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("max_norm", [1.0, 1e3, None])
+def test_clipping_own_rows_gives_torchs_norm_and_gradients(max_norm, group_of_one):
+    ours, theirs = sharded(), sharded()
+    norm = clip_gradients(ours.parameters(), max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
+    assert not isinstance(norm, DTensor)
+    assert norm.item() == pytest.approx(expected.full_tensor().item(), rel=1e-6)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=1e-6, atol=0)
+
+
 def test_sharded_and_whole_gradients_are_not_mixed(group_of_one):
-    sharded = nn.Parameter(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]))
-    whole = nn.Parameter(torch.ones(2))
-    for parameter in (sharded, whole):
-        parameter.grad = parameter.detach().clone()
-    for parameters in ([whole, sharded], [sharded, whole]):
+    layer, whole = sharded(), nn.Parameter(torch.ones(2))
+    whole.grad = torch.ones(2)
+    for parameters in ([whole, *layer.parameters()], [*layer.parameters(), whole]):
         with pytest.raises(TypeError, match="some gradients are sharded"):
             clip_gradients(parameters, 1.0)
