@@ -234,8 +234,7 @@ class CceFilter(CceKahan):
         try:
             _options(config)
         except ValueError as error:
-            cause = f"loss.{error}".replace(" or be None", "")
-            raise ConfigError(cause, "use a value in this range, or loss=cce_kahan for no filter") from error
+            raise ConfigError(f"loss.{error}", "use a value in this range, or loss=cce_kahan for no filter") from error
 
     def compute(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return self._call(hidden_ND, weight_VD, labels_N, return_stats=True)
