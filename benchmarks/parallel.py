@@ -119,23 +119,23 @@ def _times(count: int, action: Callable[[], object]) -> None:
 
 def _slowest(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
     """Time in ms of the slowest rank. All ranks begin together."""
-    ranks.total(0)
-    return ranks.largest(time_ms(action, device))[0]
+    ranks.sum_on_host(0)
+    return ranks.max_on_host(time_ms(action, device))[0]
 
 
 def _slowest_host(ranks: DistributedRanks, action: Callable[[], object], device: torch.device) -> float:
     """Time in ms in which the slowest rank's host calls `action`. The device is idle before, and not waited for."""
     synchronize(device)
-    ranks.total(0)
+    ranks.sum_on_host(0)
     begun = time.perf_counter()
     action()
-    return ranks.largest(1e3 * (time.perf_counter() - begun))[0]
+    return ranks.max_on_host(1e3 * (time.perf_counter() - begun))[0]
 
 
 def measure_steps(
     ranks: DistributedRanks, name: str, config: BenchConfig, device: torch.device, tell: Callable[[str], None]
 ) -> Iterator[StepRow]:
-    """Steps of a model (`gla/350m`) on one GPU, and with every way to spread it.
+    """Steps of a model (`gla/350m`) on one GPU, and with every way to parallelize it.
 
     Every repeat measures all of them once more, so that each efficiency compares times of one repeat.
     """
@@ -173,14 +173,14 @@ def _measure_mode(
     arch, sequences = model.arch, config.batch_size
     beside = sum(parameter.nbytes for parameter in model.parameters())  # the model itself, while its copy trains
     model = copy.deepcopy(model)
-    spread, world = (Ranks(), 1) if mode == "none" else (under(_parallel(mode), *ranks.joined), ranks.world_size)
-    replica = spread.spread(model, compute_dtype(precision))
-    loss = build_loss(run.loss, device=device, vocabulary=spread.vocabulary(arch.vocab_size))
+    sharing, world = (Ranks(), 1) if mode == "none" else (under(_parallel(mode), *ranks.joined), ranks.world_size)
+    replica = sharing.parallelize(model, compute_dtype(precision))
+    loss = build_loss(run.loss, device=device, vocabulary=sharing.vocabulary(arch.vocab_size))
     optimizer = build_optimizer(model, run.optimizer, device)
     batch = random_batch(sequences, config.seq_len, arch.vocab_size, seed=ranks.rank)
     step_of = TrainingStep(
         model, optimizer, batch, tokens=sequences * config.seq_len * world, precision=precision, device=device,
-        max_grad_norm=run.optimizer.max_grad_norm, replica=replica, ranks=spread,
+        max_grad_norm=run.optimizer.max_grad_norm, replica=replica, ranks=sharing,
     )  # fmt: skip
     train_step: Callable[[], None] = partial(step_of, loss)
     _times(config.warmup, train_step)
@@ -200,7 +200,7 @@ def _measure_mode(
     scaling = "alone" if mode == "none" else "weak"
     return StepRow(
         arch.model, arch.size, arch.vocab_size, precision, mode, scaling, world, sequences, config.seq_len, ms, None,
-        ranks.largest(peak)[0] or None, cuda_graph=config.cuda_graph, host_ms=host_ms,
+        ranks.max_on_host(peak)[0] or None, cuda_graph=config.cuda_graph, host_ms=host_ms,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class TrainingStep:
     A step does what `linrnn.training.trainer.Trainer.train_step` does: forward, loss, backward, clipping, optimizer.
 
     Args:
-        model: it trains. With several ranks it was spread already.
+        model: it trains. With several ranks it is parallelized already.
         replica: the model as the ranks share it; None: `model` itself.
         optimizer: of the model.
         batch: on the CPU. It is sent to the device in every step.

@@ -28,7 +28,7 @@ class OneShard(ShardedRanks):
     def __init__(self, model: LanguageModel, parallel: FsdpConfig) -> None:
         nobody: Any = None
         super().__init__(Launch(), nobody, nobody, parallel)
-        self.spread(model, torch.float32)
+        self.parallelize(model, torch.float32)
         self.gathered_before = list[bool]()
 
     def reshard(self) -> None:

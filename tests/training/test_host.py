@@ -46,15 +46,15 @@ def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -
 def test_between_steps_no_rank_waits_for_the_answer_of_another(small, group_of_one, monkeypatch):
     """A step's question is answered while the next step runs. Only the loss is summed at once, where the device is."""
     events: list[str] = []
-    ask = DistributedRanks.largest_later
+    ask = DistributedRanks.max_on_host_async
 
-    def largest_later(self: DistributedRanks, find: Any) -> Any:
+    def max_on_host_async(self: DistributedRanks, find: Any) -> Any:
         answer = ask(self, find)
         events.append("asked")
         return lambda: (events.append("answered"), answer())[1]
 
-    monkeypatch.setattr(DistributedRanks, "largest_later", largest_later)
-    before(monkeypatch, DistributedRanks, "total", lambda *_: events.append("total"))
+    monkeypatch.setattr(DistributedRanks, "max_on_host_async", max_on_host_async)
+    before(monkeypatch, DistributedRanks, "sum_on_host", lambda *_: events.append("sum_on_host"))
     before(monkeypatch, Trainer, "train_step", lambda self: events.append("step"))
     before(monkeypatch, dist, "all_reduce", lambda tensor, *_, async_op=False, **__: async_op or events.append("sum"))
     options = ("trainer.max_steps=6", "trainer.warmup_measurement_steps=9", "trainer.checkpoint_every=0")

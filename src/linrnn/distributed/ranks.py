@@ -43,10 +43,10 @@ class Ranks:
 
     @property
     def part(self) -> Part | None:
-        """The rows of every parameter that this rank holds after :meth:`spread`; None: all rows."""
+        """The rows of every parameter that this rank holds after :meth:`parallelize`; None: all rows."""
         return None
 
-    def spread(self, model: Any, compute: torch.dtype) -> Any:
+    def parallelize(self, model: Any, compute: torch.dtype) -> Any:
         """Distribute `model` (a LanguageModel) over the ranks. The result can be called and has a head, like the model.
 
         Args:
@@ -54,11 +54,11 @@ class Ranks:
         """
         return model
 
-    def copy_first(self, model: nn.Module) -> None:
+    def broadcast_weights(self, model: nn.Module) -> None:
         """Give every copy of the model the first one's weights: GPUs of two kinds draw other random numbers."""
 
-    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
-        """A context in which passes keep their gradients on their rank. The next pass outside it sums them."""
+    def no_sync(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+        """As `DistributedDataParallel.no_sync`: passes keep gradients on their rank. The next one outside sums them."""
         return contextlib.nullcontext()
 
     def reshard(self) -> None:
@@ -80,15 +80,15 @@ class Ranks:
         """The sum of all ranks' tensors, on the tensor's device. The host does not wait for a GPU."""
         return tensor
 
-    def total(self, *values: float) -> list[float]:
+    def sum_on_host(self, *values: float) -> list[float]:
         """The sum over all ranks of each of the hosts' numbers (exact for integers below 2**53)."""
         return list(values)
 
-    def largest(self, *values: float) -> list[float]:
+    def max_on_host(self, *values: float) -> list[float]:
         """The maximum over all ranks of each of the hosts' numbers."""
         return list(values)
 
-    def largest_later(self, find: Callable[[], Sequence[float]]) -> Callable[[], Sequence[float]]:
+    def max_on_host_async(self, find: Callable[[], Sequence[float]]) -> Callable[[], Sequence[float]]:
         """Begin to find the maximum over all ranks of each of the hosts' numbers. The returned function waits for it.
 
         With several ranks `find` is called now. If the result is asked for a step later, the ranks have had that long
@@ -104,9 +104,10 @@ class Ranks:
         """The result of `prepare`. All other ranks call it once rank 0 has finished, however long that takes."""
         return prepare()
 
-    def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
-        """From now on only the trainer handles signals. `when_lost` is called before this rank is ended because it
-        hangs after another has failed.
+    def on_lost_rank(self, callback: Callable[[LinrnnError], None]) -> None:
+        """Call `callback` before this rank is ended because it hangs after another one has failed.
+
+        From now on only the trainer handles signals.
         """
 
     def end_together(self) -> None:
@@ -135,13 +136,13 @@ class DistributedRanks(Ranks):
         dist.all_reduce(tensor := tensor.clone())
         return tensor
 
-    def total(self, *values: float) -> list[float]:
+    def sum_on_host(self, *values: float) -> list[float]:
         return self.sum(torch.tensor(values, dtype=torch.float64)).tolist()
 
-    def largest(self, *values: float) -> list[float]:
-        return self.largest_later(lambda: values)()
+    def max_on_host(self, *values: float) -> list[float]:
+        return self.max_on_host_async(lambda: values)()
 
-    def largest_later(self, find: Callable[[], Sequence[float]]) -> Callable[[], list[float]]:
+    def max_on_host_async(self, find: Callable[[], Sequence[float]]) -> Callable[[], list[float]]:
         tensor = torch.tensor(list(find()), dtype=torch.float64)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
 
@@ -167,8 +168,8 @@ class DistributedRanks(Ranks):
             time.sleep(self._watch.POLL_SECONDS)
         return prepare()
 
-    def shield(self, when_lost: Callable[[LinrnnError], None]) -> None:
-        self._watch.when_lost = when_lost
+    def on_lost_rank(self, callback: Callable[[LinrnnError], None]) -> None:
+        self._watch.when_lost = callback
 
     def end_together(self) -> None:
         self._watch.patient = True
@@ -194,15 +195,15 @@ class ReplicatedRanks(DistributedRanks):
     def loss_scale(self) -> int:
         return self.world_size  # replicas take the mean
 
-    def spread(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+    def parallelize(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 has no newer name for it
             return _Replica(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def copy_first(self, model: nn.Module) -> None:
+    def broadcast_weights(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             dist.broadcast(parameter.detach(), src=0)
 
-    def accumulating(self, replica: Any) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self, replica: Any) -> contextlib.AbstractContextManager[None]:
         return replica.no_sync()
 
     def zero_gradients(self, optimizer: torch.optim.Optimizer) -> None:

@@ -91,7 +91,7 @@ class ShardedRanks(DistributedRanks):
     so for the blocks, and this class for embedding and head, as soon as a backward pass has them.
     """
 
-    _accumulating = False
+    _defers_sums = False
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
@@ -101,7 +101,7 @@ class ShardedRanks(DistributedRanks):
     def part(self) -> Part:
         return part_of(self._mesh)
 
-    def spread(self, model: Any, compute: torch.dtype) -> nn.Module:
+    def parallelize(self, model: Any, compute: torch.dtype) -> nn.Module:
         shard(model, self._mesh, compute, self._parallel)
         self._model, self._gathering = model, [one for one in model.modules() if isinstance(one, FSDPModule)]
         if self._mesh.ndim > 1:
@@ -110,22 +110,22 @@ class ShardedRanks(DistributedRanks):
         return model
 
     def _sum_over_groups(self, weight: Any) -> None:
-        if not self._accumulating:
+        if not self._defers_sums:
             dist.all_reduce(weight.grad.to_local(), group=self._mesh.get_group("replicate"))
 
-    def copy_first(self, model: Any) -> None:
+    def broadcast_weights(self, model: Any) -> None:
         if self._mesh.ndim > 1:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach().to_local(), group=self._mesh.get_group("replicate"), group_src=0)
 
     @contextlib.contextmanager
-    def accumulating(self, replica: Any) -> Iterator[None]:
-        self._accumulating = True
+    def no_sync(self, replica: Any) -> Iterator[None]:
+        self._defers_sums = True
         self._model.set_requires_all_reduce(False)
         try:
             yield
         finally:
-            self._accumulating = False
+            self._defers_sums = False
             self._model.set_requires_all_reduce(True)
 
     def reshard(self) -> None:

@@ -49,7 +49,7 @@ class LossBackend(ABC):
 
     Attributes:
         capturable: forward and backward pass never wait for the device, so a CUDA graph can hold them.
-        vocabulary_parallel: it can `spread` over ranks that share the rows of the weight.
+        vocabulary_parallel: it has `shard_vocabulary`: ranks can share the rows of the weight.
         lacking: the keys of :data:`OBJECTIVE` that it cannot compute, each with the reason.
     """
 
@@ -106,7 +106,7 @@ class LossBackend(ABC):
         """Whether its first call compiles its kernels on all cores. A run then makes one before its first step."""
         return False
 
-    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
+    def shard_vocabulary(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         """From now on the weight is this rank's `shards[rank]` rows of a matrix that the ranks of `group` share.
 
         Labels index the whole matrix. All ranks call the loss together, each with its own hidden states and labels.

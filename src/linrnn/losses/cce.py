@@ -146,18 +146,18 @@ class CceKahan(LossBackend):
         self._kernels = import_module("cce_kernels")
         self._options = {"ignore_index": IGNORE_INDEX, "reduction": "sum", **kernel_options(config)}
         self._loss = partial(self._kernels.linear_cross_entropy, **self._options)
-        self._spread = False
+        self._sharded = False
         self._agreed: set[tuple[Any, ...]] = set()  # calls that the ranks have compared with each other
 
-    def spread(self, group: dist.ProcessGroup, shards: list[int]) -> None:
+    def shard_vocabulary(self, group: dist.ProcessGroup, shards: list[int]) -> None:
         function = self._kernels.vocabulary_parallel_linear_cross_entropy
         self._loss = partial(function, group=group, shards=shards, rows="own", **self._options)
-        self._spread = True
+        self._sharded = True
 
     @property
     def compiles_ahead(self) -> bool:
         """Not with a vocabulary over several ranks, which compare their calls."""
-        return not self._spread
+        return not self._sharded
 
     @classmethod
     def check(cls, config: LossConfig, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -196,7 +196,7 @@ class CceKahan(LossBackend):
         Raises:
             ConfigError: `workspace_mib` is too small for the batch.
         """
-        if self._spread:
+        if self._sharded:
             tensors = hidden_ND, weight_VD
             call = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
             options["agreed"] = call in self._agreed

@@ -121,7 +121,7 @@ def build_loss(
     backend = find_loss(config.name)(config, device)
     if vocabulary is not None:
         check_vocabulary_parallel(config)
-        backend.spread(*vocabulary)
+        backend.shard_vocabulary(*vocabulary)
     return backend
 
 

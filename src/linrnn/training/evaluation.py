@@ -86,7 +86,7 @@ def evaluate(
             total += output.sum_nats.double()
             n_tokens += batch.n_tokens
             done += 1
-        sum_nats, n_labels = ranks.total(float(total), n_tokens)
+        sum_nats, n_labels = ranks.sum_on_host(float(total), n_tokens)
     model.train()
     if not n_labels:
         raise DataError("the text to evaluate on has no token to predict", "give more text, or longer documents")

@@ -2,7 +2,7 @@
 
 | what came | status | who says so |
 |---|---|---|
-| a signal (Ctrl-C, SIGTERM, …) | interrupted | `Trainer._heed`, with a checkpoint |
+| a signal (Ctrl-C, SIGTERM, …) | interrupted | `Trainer._handle_requests`, with a checkpoint |
 | a second signal | interrupted | KeyboardInterrupt, at once |
 | a loss or a gradient that is not finite | diverged | `RunLog.write`, `Evaluation.check_finite` |
 | memory ran out | out_of_memory | :func:`explained`, before the run `linrnn.config.cli` |

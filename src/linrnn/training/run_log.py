@@ -308,7 +308,7 @@ class RunLog:
     def _memory_of_ranks(self) -> dict[str, int]:
         """Bytes by component; each is the maximum over the ranks."""
         report = self.memory.report()
-        sizes = self._ranks.largest(*report.values())
+        sizes = self._ranks.max_on_host(*report.values())
         return {name: int(size) for name, size in zip(report, sizes, strict=True)}
 
     def _mfu(self, step_seconds: float | None) -> float | None:

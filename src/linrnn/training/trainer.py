@@ -102,7 +102,7 @@ class Trainer:
         self.model.set_activation_checkpointing(trainer.activation_checkpointing)
         if trainer.compile != "none":
             self.model.set_compile(trainer.compile)
-        self.replica = self.ranks.spread(self.model, compute)
+        self.replica = self.ranks.parallelize(self.model, compute)
         if weights:
             weights.load(self.model, self._blank.part)
             self._has_weights = True
@@ -158,7 +158,7 @@ class Trainer:
         self.log.announce(where_it_begins, *self._notes, room)
         most, tokenizer = trainer.valid_tokens, self.data.tokenizer
         self._valid_batches = BatchesOnce(self.data.valid, max_tokens=most, tokenizer=tokenizer, **self._shape)
-        self.ranks.shield(lambda failure: self.log.write_lost_summary(self.step, failure))
+        self.ranks.on_lost_rank(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
 
     def resume(self) -> str | None:
@@ -182,7 +182,7 @@ class Trainer:
         """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
         if not self._has_weights:
             self._blank.draw(self.config.seed)
-            self.ranks.copy_first(self.model)
+            self.ranks.broadcast_weights(self.model)
             self._has_weights = True
             self.seconds_to["weights"] = seconds_since_start()
 
@@ -226,7 +226,7 @@ class Trainer:
             if self.log.misses_validation(self.step):
                 self.validate()
             self.log.speed.start()
-            wishes = self.ranks.largest_later(self._wishes)
+            requests = self.ranks.max_on_host_async(self._requests)
             while self.step < last:
                 if self.steps_here == self.plan.memory_begins:
                     self.log.memory.start()
@@ -240,8 +240,8 @@ class Trainer:
                     self.save()
                 if trainer.valid_every and self.step % trainer.valid_every == 0:
                     self.validate()
-                self._heed(wishes())
-                wishes = self.ranks.largest_later(self._wishes)
+                self._handle_requests(requests())
+                requests = self.ranks.max_on_host_async(self._requests)
             self.log.gpu_state = gpu_state(self.device)  # while the device works on the last steps
             self.log.write()
             if trainer.checkpoint_every != 0:
@@ -265,7 +265,7 @@ class Trainer:
         stats: dict[str, torch.Tensor] = {}
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
-            with contextlib.nullcontext() if last else self.ranks.accumulating(self.replica):
+            with contextlib.nullcontext() if last else self.ranks.no_sync(self.replica):
                 nats, stats = self._forward_backward(batch, n_tokens)
             mean_nats += nats
         grad_norm = clip_gradients(self.parameters, self.config.optimizer.max_grad_norm)
@@ -332,7 +332,7 @@ class Trainer:
                 precision=self.precision,
                 device=self.device,
                 ranks=self.ranks,
-                before_batch=lambda: self._heed(self.ranks.largest(*self._wishes())),
+                before_batch=lambda: self._handle_requests(self.ranks.max_on_host(*self._requests())),
             )
             self.log.validation(self.step, evaluation)
         self._validating = False
@@ -355,20 +355,20 @@ class Trainer:
         with self.log.speed.paused():
             self.checkpointer.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
 
-    def _wishes(self) -> tuple[float, float, float]:
+    def _requests(self) -> tuple[float, float, float]:
         """What this rank asks of all ranks: whether a checkpoint has failed, which signal came, and whether to save."""
         return self.checkpointer.failed, self.stop.signal_number or 0, self.checkpointer.is_due(self.config.trainer)
 
-    def _heed(self, wishes: Sequence[float]) -> None:
-        """Save or stop if one rank wishes it. All ranks get the same `wishes` at the same step.
+    def _handle_requests(self, requests: Sequence[float]) -> None:
+        """Save or stop if one rank asks for it. All ranks get the same `requests` at the same step.
 
-        Several ranks heed a wish one step later, so that none waits for the answers of the others.
+        Several ranks act on a request one step later, so that none waits for the answers of the others.
 
         Raises:
             StorageError: the latest checkpoint could not be written.
             InterruptedRun: a signal has come; a checkpoint is written.
         """
-        failed, signal_number, due = wishes
+        failed, signal_number, due = requests
         if failed:
             self.checkpointer.wait()
         if signal_number:

@@ -87,7 +87,7 @@ def rehearse(replica: Any, batch: Batch, ranks: Ranks, precision: str, device: t
     each (DDP) do not sum their gradients here, so that each of them can fail alone.
     """
     buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in replica.named_buffers()]
-    alone = contextlib.nullcontext() if ranks.part else ranks.accumulating(replica)
+    alone = contextlib.nullcontext() if ranks.part else ranks.no_sync(replica)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), alone:
             hidden, weight, _ = loss_inputs(replica, batch, precision, device)
