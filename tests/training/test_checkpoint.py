@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -100,8 +101,12 @@ def test_the_newest_are_kept_and_a_killed_one_is_removed(tmp_path):
     (tmp_path / "step_00000009.partial" / checkpoint.STATE).write_text("{}")
     saved(tmp_path, 1, 2, 3, 4, keep=2)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step_00000003", "step_00000004"]
-    checkpoint.Checkpointer(tmp_path, keep=2).begin(4)
-    assert len(list(tmp_path.iterdir())) == 2
+    copy = shutil.copytree(tmp_path / "step_00000004", tmp_path / "step_00000004.mine")
+    (tmp_path / "step_00000004" / checkpoint.STATE).unlink()  # as one that was being deleted
+    checkpoint.Checkpointer(tmp_path, keep=2).begin(3)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000003", copy.name}, "a user's copy stays"
+    saved(tmp_path, 4, keep=2)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000004"
 
 
 def test_a_part_that_another_machine_keeps_to_itself_makes_no_checkpoint(tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ from linrnn.core.output import say
 
 STATE, CONFIG = "state.json", "config.yaml"
 PREFIX, PARTIAL = "step_", ".partial"
+NAME = PREFIX + 8 * "[0-9]"  # a glob
 FILE_BYTES = 2 << 30  # a file is assembled in memory, so its size is limited
 Tensors = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -98,14 +99,15 @@ class Checkpointer:
         self._error: BaseException | None = None
 
     def begin(self, step: int) -> None:
-        """This process trains on from `step`. The first rank deletes what an earlier one was writing when it was
-        killed, and the run's checkpoints beyond `step`: they are damaged, or the run would go on from there.
+        """This process trains on from `step`. The first rank deletes what an earlier one was writing or deleting when
+        it was killed, and the run's checkpoints beyond `step`: they are damaged, or the run would go on from there.
         """
         self.saved_step, self._saved_at = step, time.monotonic()
         if self._rank == 0:
-            beyond = [path for path in found(self._root) if path.name > directory_of(self._root, step).name]
-            for path in (*beyond, *self._root.glob(f"{PREFIX}*{PARTIAL}")):
-                shutil.rmtree(path)
+            whole = [path for path in found(self._root) if path <= directory_of(self._root, step)]
+            for path in (*self._root.glob(NAME), *self._root.glob(NAME + PARTIAL)):
+                if path not in whole:
+                    shutil.rmtree(path)
 
     def is_due(self, trainer: TrainerConfig) -> bool:
         """Whether a checkpoint is due by this process's clock."""
@@ -276,7 +278,7 @@ def directory_of(root: Path, step: int) -> Path:
 
 def found(root: Path) -> list[Path]:
     """Complete checkpoint directories below `root`, oldest first."""
-    return sorted(path for path in root.glob(f"{PREFIX}*") if path.suffix != PARTIAL and (path / STATE).exists())
+    return sorted(path for path in root.glob(NAME) if (path / STATE).exists())
 
 
 def newest(root: Path) -> Path | None:
