@@ -205,7 +205,9 @@ def test_each_source_of_a_mixture_has_epochs_of_its_own(mixture, shards):
     assert loader.remark(140) == f"140 sequences are {98 / n_large:.2f} epochs of large, 2.10 epochs of small"
 
 
-@pytest.mark.parametrize(("max_tokens", "of_each"), [(None, (None, 329)), (400, (280, 120)), (2000, (None, 329))])
+@pytest.mark.parametrize(
+    ("max_tokens", "of_each"), [(None, (None, 329)), (400, (280, 120)), (2000, (None, 329)), (1, (1, 1))]
+)
 def test_a_validation_pass_reads_the_share_of_each_source(mixture, max_tokens, of_each):
     large, small = mixture.parts
     batches = BatchesOnce(mixture, 16, 3, max_tokens)

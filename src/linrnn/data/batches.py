@@ -241,7 +241,8 @@ class BatchesOnce(Sequence[Batch]):
     mixture is read source by source.
 
     Args:
-        max_tokens: upper bound on the number of labels, of which each source has its share; None for all.
+        max_tokens: upper bound on the number of labels, of which each source has its share, but at least one; None for
+            all.
         tokenizer: of the text; None for generated tokens.
     """
 
@@ -258,7 +259,7 @@ class BatchesOnce(Sequence[Batch]):
         total = sum(part.weight for part in shards.parts)
         starts, stops = [], []  # of all rows
         for part in shards.parts:
-            most = part.n_tokens if max_tokens is None else int(max_tokens * (part.weight / total)) + 1
+            most = part.n_tokens if max_tokens is None else max(1, int(max_tokens * (part.weight / total))) + 1
             stop = part.start + min(part.n_tokens, most)
             starts.append(np.arange(part.start, stop - 1, seq_len))
             stops.append(np.full(len(starts[-1]), stop))
