@@ -20,7 +20,7 @@ from benchmarks.other_losses import OTHER_LOSSES
 from linrnn.config import cli, load_config, nearest
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError, DataError, OutOfMemoryError, UnsupportedError, as_reason, ran_out_of_memory
-from linrnn.core.files import write_text
+from linrnn.core.files import whole_lines, write_text
 from linrnn.core.machine import slug
 from linrnn.core.output import say
 from linrnn.core.tables import Table, show
@@ -129,15 +129,20 @@ class Record:
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Add records. A last line that was cut off (by a full disk or a kill) would swallow the first, so it goes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
+    before = path.read_bytes() if path.exists() else b""
+    whole = whole_lines(before)
+    with path.open("ab") as file:
+        if len(whole) < len(before):
+            file.truncate(len(whole))
+        file.write(whole[len(before) :] + "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
 def _read(path: Path, make: Callable[[dict[str, Any]], AnyRow]) -> list[AnyRow]:
-    """What each line of a file holds; nothing where there is no file."""
+    """What each whole line of a file holds; nothing where there is no file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = whole_lines(path.read_bytes()).splitlines() if path.exists() else []
         return [make(json.loads(line)) for line in lines]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(

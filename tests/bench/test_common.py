@@ -1,12 +1,13 @@
 """What a benchmark's row says of a loss that failed, and that its files stay whole."""
 
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.common import attempt, last_rows
+from benchmarks.common import ROWS, Keys, Record, attempt, last_rows
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError
 
 
@@ -38,11 +39,21 @@ class Row:
     ms: int = 0
 
 
-@pytest.mark.parametrize("line", ['{"name": "a", "valu', "3", '{"shape": "a"}'])
+@pytest.mark.parametrize("line", ['{"name": "a", "valu\n', "3", '{"shape": "a"}'])
 def test_a_damaged_line_is_refused(line, tmp_path):
     (tmp_path / "rows.jsonl").write_text(line)
     with pytest.raises(DataError, match="has a line that is none"):
         last_rows(tmp_path, Row, str)
+
+
+@pytest.mark.parametrize(("missing", "kept"), [(1, "ab"), (4, "a")])
+def test_a_row_that_was_cut_off_swallows_no_later_row(missing, kept, tmp_path):
+    """A full disk or a kill cuts it off. A row that lacks its line end alone is whole."""
+    record = Record(Keys(device="cpu", output_dir=str(tmp_path)), "bench")
+    record.add(Row("a"), Row("b"))
+    os.truncate(tmp_path / ROWS, (tmp_path / ROWS).stat().st_size - missing)
+    record.add(Row("c"))
+    assert [row.name for row in last_rows(tmp_path, Row, key=lambda row: row.name)] == [*kept, "c"]
 
 
 def test_the_last_row_of_a_key_counts_and_fields_of_older_rows_are_left_out(tmp_path):
