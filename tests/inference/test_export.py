@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from linrnn.inference.generate import Printer, prompt_of, prompts, samples
 from linrnn.inference.load import load_trained
 from linrnn.models.attention import with_sdpa
 from linrnn.models.fla_import import fla_classes
+from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
@@ -137,7 +139,8 @@ def test_sampling_follows_seed_temperature_top_k_and_top_p(run_path):
 
 def test_bf16_parameters_are_exported_in_fp32_without_loss(small, tmp_path):
     trainer = fitted(small("model=kda", "trainer.precision=bf16"))
-    export(load_trained(str(trainer.directory.path), CPU), tmp_path / "out")
+    [step] = found(trainer.directory.checkpoints)
+    export(load_trained(shutil.copytree(step, tmp_path / "a_copy"), CPU), tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     here = trainer.model.hf.state_dict()

@@ -24,6 +24,7 @@ from linrnn.core.files import read_object
 from linrnn.inference.load import Trained
 from linrnn.runs.directory import SUMMARY
 from linrnn.runs.environment import without_machine_paths
+from linrnn.training import checkpoint
 
 CARD = """---
 library_name: transformers
@@ -102,7 +103,7 @@ def _write(trained: Trained, config: Config, directory: Path) -> None:
 
 def _card(trained: Trained, config: Config) -> str:
     """The model card of a run's checkpoint. Losses and tokens are there if the checkpoint is the run's last."""
-    run, step = trained.source.parent.parent, int(trained.source.name.rpartition("_")[2])
+    run, step = trained.source.parent.parent, checkpoint.read_progress(trained.source).step
     summary = read_object(run / SUMMARY) if (run / SUMMARY).exists() else {}
     lines = [
         f"* Model: {config.model.name}, {sum(x.numel() for x in trained.model.parameters()):,} parameters",
