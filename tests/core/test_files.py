@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from forked import start
@@ -22,11 +22,8 @@ def test_a_full_disk_or_ctrl_c_leaves_the_old_file_and_nothing_beside_it(tmp_pat
     path = tmp_path / "runs.json"
     write_text(path, "old")
 
-    def fails(*arguments: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fails)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, Mock(side_effect=error))
         with pytest.raises(type(error)):
             write_text(path, "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]

@@ -86,15 +86,6 @@ def test_a_gpu_refuses_what_no_step_could_hold_and_tries_the_rest(monkeypatch):
         checked(estimate.peak, replace(plan, config=replace(plan.config, memory_budget_gib=(state - 1) / GIB)))
 
 
-def test_nothing_is_prepared_or_built_for_a_run_that_cannot_fit(small, tmp_path, monkeypatch):
-    has(monkeypatch, 1e-6)
-    cache, results = tmp_path / "cache", tmp_path / "results"
-    with pytest.raises(UnsupportedError, match="a training step needs"):
-        Trainer(load_config(small(f"data.cache_dir={cache}", f"results_dir={results}")))
-    assert not cache.exists()
-    assert not results.exists()
-
-
 def test_a_model_without_formulas_is_forecast_as_unknown(capsys):
     for name in ("rwkv6", "rwkv7"):  # whose FLOPs are unknown, and known
         dry_run.print_forecast(load_config(["model=fla", f"model.config={name}", "dry_run=true", "gpu=h100"]))
@@ -123,7 +114,6 @@ def test_a_model_without_cpu_form_is_refused_on_a_cpu_before_anything_is_built(s
         lambda: Trainer(config),
         lambda: open_pretrained(tmp_path, torch.device("cpu")),
     ):
-        with pytest.raises(UnsupportedError, match="mamba2 has no CPU form") as error:
+        with pytest.raises(UnsupportedError, match=r"(?s)mamba2 has no CPU form.*model=fla model\.config=delta_net"):
             begin()
-        assert "model=fla model.config=delta_net" in error.value.remedy
     assert not (tmp_path / "results").exists()

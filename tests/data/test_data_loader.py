@@ -54,17 +54,6 @@ def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards)
     assert loader.n_blocks == (shards.n_tokens - 1) // seq_len
 
 
-def test_epochs_and_seeds_have_orders_of_their_own(shards):
-    def epochs(seed: int) -> list[list[list[int]]]:
-        loader = BatchLoader(shards, seq_len=16, batch_size=1, seed=seed)
-        return [rows(take(loader, loader.n_blocks)) for _ in range(2)]
-
-    (first, second), (other, _) = epochs(1), epochs(2)
-    assert first != second
-    assert first != other
-    assert epochs(1) == [first, second]
-
-
 @pytest.fixture(scope="module")
 def mixture(shards: ShardSet, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
     """70 % of `shards`, and 30 % of a smaller source, whose tokens go on counting."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import filelock
 import numpy as np
@@ -210,10 +211,7 @@ def test_a_tokenizer_trained_here_never_sees_held_out_text_and_is_kept(rows, tmp
 def test_finished_data_is_opened_also_where_nothing_may_be_written(tmp_path, corpus, monkeypatch):
     config = text_config(tmp_path / "cache", corpus)
     first = prepare(config)
-
-    def refuse(*arguments: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
+    refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
     for name in ("replace", "fsync", "rename", "mkdir"):
         monkeypatch.setattr(os, name, refuse)
@@ -314,9 +312,7 @@ def test_after_a_kill_the_same_command_gives_the_same_bytes(tmp_path, corpus, to
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, corpus, tokenizer, monkeypatch):
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     config = text_config(tmp_path / "cache", corpus, tokenizer=tokenizer)
     with monkeypatch.context() as patch:
         patch.setattr(linrnn.data.shards.SplitWriter, "finish", full)

@@ -89,9 +89,8 @@ def test_a_bad_line_is_named(tmp_path, line, cause, remedy):
 def test_a_parquet_file_without_the_column_or_its_end_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": sentences(100)}), path)
-    with pytest.raises(DataError, match="no field 'text'") as error:
+    with pytest.raises(DataError, match=r"(?s)no field 'text'.*body"):
         texts_of(path)
-    assert "body" in error.value.remedy
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DataError, match=r"a\.parquet is not an intact parquet file"):
         texts_of(path)

@@ -5,11 +5,12 @@ import queue
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
-from linrnn.core.errors import ConfigError, LinrnnError
+from linrnn.core.errors import ConfigError
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Failure, Watch
 
@@ -92,11 +93,7 @@ def test_a_process_that_hangs_ends_even_if_its_summary_cannot_be_written(monkeyp
     monkeypatch.setattr(os, "_exit", exit_codes.put)
     monkeypatch.setattr(Watch, "GRACE_SECONDS", 0.0)
     watch = Watch(Launch(0, world_size=2), dist.HashStore(), timedelta(seconds=PATIENCE)).start()
-
-    def fail(error: LinrnnError) -> None:
-        raise ConfigError("no such step", "choose another")
-
-    watch.when_lost = fail
+    watch.when_lost = Mock(side_effect=ConfigError("no such step", "choose another"))
     watch.record(Failure(1, "its process has died", "see its output", 6))
     assert exit_codes.get(timeout=60) == 6
     errors = capsys.readouterr().err

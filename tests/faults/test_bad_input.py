@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,11 +108,7 @@ def test_an_error_in_a_step_ends_the_run_with_its_status_and_what_to_do(
     if raised == "shared memory":
         raised = OutOfResources(30_000, 23_244, raised)
     trainer = Trainer(load_config(small("model.chunk_size=128", "trainer.seq_len=300")))
-
-    def failing(*_: object) -> None:
-        raise raised
-
-    monkeypatch.setattr(trainer, "_forward_backward", failing)
+    monkeypatch.setattr(trainer, "_forward_backward", Mock(side_effect=raised))
     with pytest.raises(kind, match=cause) as error:
         trainer.fit()
     assert remedy in error.value.remedy
@@ -120,16 +117,6 @@ def test_an_error_in_a_step_ends_the_run_with_its_status_and_what_to_do(
     assert trainer.directory.read_summary()["status"] == status
     if status == "failed":
         assert error.value.__cause__ is raised, "the traceback shows the call"
-
-
-def test_two_processes_do_not_share_a_run_directory(command, small):
-    holder = Trainer(load_config(small()))
-    holder.directory.open()
-    done = command("train.py", *small())
-    assert done.returncode == 2
-    assert "another process" in done.stderr
-    holder.directory.close()
-    assert holder.fit()["status"] == "finished"
 
 
 def test_a_results_directory_on_a_file_is_noticed_before_anything_is_imported(command, small, tmp_path):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
+NO_MEMORY = Mock(side_effect=torch.OutOfMemoryError("tried to allocate 1 EiB"))
 
 
 class OutsideTheGuard(Exception):
@@ -34,10 +36,7 @@ class OutsideTheGuard(Exception):
 def deadly(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A signal that the run does not handle fails the test instead of ending it."""
 
-    def handler(*_: object) -> None:
-        raise OutsideTheGuard
-
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    previous = {number: signal.signal(number, Mock(side_effect=OutsideTheGuard)) for number in SIGNALS}
     yield
     for number, old in previous.items():
         signal.signal(number, old)
@@ -78,10 +77,7 @@ def test_a_signal_in_a_validation_leaves_a_checkpoint_and_a_summary(number, at_s
 
 @pytest.mark.parametrize("at_step", [2, 3])
 def test_out_of_memory_in_a_validation_leaves_a_checkpoint(at_step, small, monkeypatch):
-    def failing(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to allocate 1 EiB")
-
-    monkeypatch.setattr(trainer_module, "evaluate", failing)
+    monkeypatch.setattr(trainer_module, "evaluate", NO_MEMORY)
     trainer = Trainer(load_config(small(f"trainer.valid_every={at_step}")))
     with pytest.raises(OutOfMemoryError, match=f"in the validation after step {at_step}"):
         trainer.fit()
@@ -93,16 +89,9 @@ def test_out_of_memory_in_a_validation_leaves_a_checkpoint(at_step, small, monke
 
 def test_why_the_checkpoint_after_a_failure_was_not_written_is_said_in_full(small, monkeypatch, capsys):
     cause = f"{'long/' * 40} cannot be written (No space left)"
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("tried to allocate 1 EiB")
-
-    def full(*_: Any) -> None:
-        raise StorageError(cause, "free space")
-
     trainer = Trainer(load_config(small("trainer.valid_every=2")))
-    monkeypatch.setattr(trainer_module, "evaluate", failing)
-    monkeypatch.setattr(trainer.checkpointer, "save", full)
+    monkeypatch.setattr(trainer_module, "evaluate", NO_MEMORY)
+    monkeypatch.setattr(trainer.checkpointer, "save", Mock(side_effect=StorageError(cause, "free space")))
     with pytest.raises(OutOfMemoryError, match="in the validation after step 2"):
         trainer.fit()
     assert f"error: {cause}\n" in capsys.readouterr().out
@@ -124,11 +113,8 @@ class Killed(BaseException):
 
 
 def test_a_run_that_dies_before_its_summary_has_its_last_validation_once(small, monkeypatch):
-    def die(*_: Any, **__: Any) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "summary", die)
+        patch.setattr(RunLog, "summary", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             fitted(small())
     again = fitted(small())
@@ -231,11 +217,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(smal
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(small, monkeypatch):
     """Without waiting for the next checkpoint, which may be the last."""
-
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "sync", full)
+    monkeypatch.setattr(checkpoint, "sync", Mock(side_effect=OSError(28, "No space left on device")))
     trainer = Trainer(load_config(small("trainer.max_steps=1000", "trainer.checkpoint_every=500")))
     trainer.step = 497
     with pytest.raises(StorageError, match=r"checkpoint of step 500 was not written .*No space left") as error:

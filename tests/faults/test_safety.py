@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,10 +81,7 @@ def test_a_secret_is_refused_as_a_value_and_scrubbed_from_what_is_said(small, mo
         assert secret not in str(error.value)
     assert one_line(f"no route to https://me:{secret}@host\n") == "no route to https://me:<WANDB_API_KEY>@host"
     trainer = Trainer(load_config(small()))
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError(f"no route to https://me:{secret}@host")
-
+    fails = Mock(side_effect=RuntimeError(f"no route to https://me:{secret}@host"))
     monkeypatch.setattr(trainer, "_forward_backward", fails)
     monkeypatch.setattr(sys, "argv", ["train.py", f"key={secret}"])
     with pytest.raises(RuntimeError):

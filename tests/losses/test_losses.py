@@ -320,13 +320,6 @@ def test_an_unknown_loss_offers_the_nearest_names():
     assert refusal.value.remedy.startswith("nearest: cce_kahan")
 
 
-@pytest.mark.parametrize("name", GPU_ONLY)
-def test_triton_only_losses_on_a_cpu_name_the_reason_and_an_alternative(name):
-    with pytest.raises(UnsupportedError, match="NVIDIA GPU") as refusal:
-        build_loss(CONFIGS[name], device=CPU)
-    assert "loss=cce_" in refusal.value.remedy
-
-
 @pytest.mark.parametrize(
     ("name", "module", "install"),
     [
@@ -383,18 +376,16 @@ def test_a_workspace_too_small_for_the_batch_is_refused_before_backward_with_the
 
 def test_torch_native_on_an_older_torch_says_which_it_needs(monkeypatch):
     monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
-    with pytest.raises(UnsupportedError, match=r"torch >= 2\.13") as refusal:
+    with pytest.raises(UnsupportedError, match=r"(?s)torch >= 2\.13.*pip install"):
         check_loss(CONFIGS["torch_native"], CPU)
-    assert "pip install" in refusal.value.remedy
 
 
 @pytest.mark.parametrize("name", ["compiled", "cce_apple-torch_compile"])
 def test_torch_compile_without_a_compiler_is_refused_with_a_remedy(name, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(UnsupportedError, match=r"C\+\+ compiler") as refusal:
+    with pytest.raises(UnsupportedError, match=r"(?s)C\+\+ compiler.*g\+\+"):
         check_loss(CONFIGS[name], CPU)
-    assert "g++" in refusal.value.remedy
 
 
 def test_compiled_fails_at_the_recompile_limit_rather_than_run_eagerly():

@@ -44,9 +44,8 @@ def test_a_line_for_each_run_and_runs_that_differ_in_one_key(group):
 def test_two_runs_are_compared_key_by_key(group):
     assert compared(group, ["a", "e"]) == ["model.name: gla | kda", "seed: 0 | 2"]
     assert compared(group, ["a", "a"]) == ["no key of their identity differs"]
-    with pytest.raises(DataError, match="holds no run nope") as error:
+    with pytest.raises(DataError, match=r"(?s)holds no run nope.*a, b, c, d, e"):
         compared(group, ["a", "nope"])
-    assert "a, b, c, d, e" in error.value.remedy
 
 
 def test_the_metrics_of_a_group_are_written_as_csv(group):

@@ -116,9 +116,8 @@ def test_tensorboard_is_refused_where_it_is_missing(monkeypatch):
     config = load_config(["logger=tensorboard", "logger.wandb.mode=disabled"]).logger
     assert config.tensorboard
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UnsupportedError, match="tensorboard=true: tensorboard") as error:
+    with pytest.raises(UnsupportedError, match=r"(?s)tensorboard=true: tensorboard.*linrnn\[tensorboard\]"):
         check_loggers(config)
-    assert "linrnn[tensorboard]" in error.value.remedy
     check_loggers(load_config(["logger.wandb.mode=disabled"]).logger)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 from contextlib import closing
 from types import SimpleNamespace
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 
@@ -48,11 +48,7 @@ def test_a_record_can_be_read_as_soon_as_it_is_written(tmp_path):
 def test_nan_and_infinity_become_null_in_strict_json(tmp_path):
     with closing(JsonlWriter(tmp_path / "metrics.jsonl")) as writer:
         writer.write({"step": 1, "train/loss_nats": math.nan, "valid/perplexity": math.inf, "speed/mfu": None})
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    record = json.loads(writer.path.read_text(), parse_constant=refuse)
+    record = json.loads(writer.path.read_text(), parse_constant=pytest.fail)
     assert record == {"step": 1, "train/loss_nats": None, "valid/perplexity": None, "speed/mfu": None, "time": ANY}
 
 
@@ -125,11 +121,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_whole_lines(tmp_path):
         writer._file = SimpleNamespace(write=lambda data: file.write(data[:5]), **others)
         with pytest.raises(StorageError, match="no space"):
             writer.write({"step": 2})
-
-        def full(data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        writer._file.write = full
+        writer._file.write = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         with pytest.raises(StorageError, match="No space left"):
             writer.write({"step": 2})
     assert steps_in(path) == [1]

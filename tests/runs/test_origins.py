@@ -38,9 +38,8 @@ def test_a_record_of_another_kind_is_refused(content, tmp_path):
     path = tmp_path / "environment.json"
     assert read_processes(path) == []
     path.write_text(content)
-    with pytest.raises(DataError, match=r"environment\.json") as refused:
+    with pytest.raises(DataError, match=r"(?s)environment\.json.*move the run's directory away"):
         read_processes(path)
-    assert "move the run's directory away" in refused.value.remedy
 
 
 def environment(**choices: str) -> dict[str, Any]:

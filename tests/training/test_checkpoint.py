@@ -8,6 +8,7 @@ import stat
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,11 +174,7 @@ def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(tmp_path, m
     saver.save(progress(1), model, optimizer, "")
     saver.wait()
     with monkeypatch.context() as patch:
-
-        def full(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
         saver.save(progress(2), model, optimizer, "")
         with pytest.raises(StorageError, match=r"checkpoint of step 2 was not written .*No space left"):
             saver.save(progress(3), model, optimizer, "")

@@ -167,10 +167,11 @@ def test_what_saves_memory_is_not_in_use_and_runs(overrides, expected, small):
         )
 
 
-def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(small, monkeypatch):
+def test_a_batch_beyond_the_memory_of_a_cpu_is_refused_with_what_is_not_in_use(small, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "available_memory", lambda: 1 << 30)
     with pytest.raises(LinrnnError, match="a training step needs") as error:
-        fitted(small("trainer.batch_size=4096", "loss=cce_kahan"))
+        Trainer(load_config(small("trainer.batch_size=4096", "loss=cce_kahan", f"data.cache_dir={tmp_path}/cache")))
+    assert not list(tmp_path.iterdir()), "nothing is prepared or built"
     assert "cce_kahan" not in error.value.remedy
     assert ways(error.value.remedy)[0] == ["trainer.batch_size=2048", "trainer.accumulation_steps=2"]
 

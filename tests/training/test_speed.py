@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fitting import fitted, records, summary_of
@@ -119,10 +120,7 @@ def test_a_run_on_a_shared_gpu_has_losses_and_memory_and_no_times(small, monkeyp
 
 
 def test_memory_that_runs_out_on_a_shared_gpu_is_a_failure_with_a_remedy(small, monkeypatch):
-    def full(*_: Any) -> Any:
-        raise RuntimeError("CUDA out of memory")
-
-    monkeypatch.setattr(Trainer, "train_step", full)
+    monkeypatch.setattr(Trainer, "train_step", Mock(side_effect=RuntimeError("CUDA out of memory")))
     monkeypatch.setenv(SHARED_GPU, "1")
     trainer = Trainer(load_config(small()))
     with pytest.raises(SharedGpuFullError, match="lower jobs"):

@@ -172,10 +172,10 @@ def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vo
     log = (fitting.directory.path / "train.log").read_text(encoding="utf-8")
     assert f"init_from={tmp_path}/out carries no tokenizer: whether its 512 ids" in log
     with pytest.raises(
-        ConfigError, match="carries no tokenizer, and has a vocabulary of 512 where the data has 300"
-    ) as error:
+        ConfigError,
+        match=r"(?s)carries no tokenizer, and has a vocabulary of 512 where the data has 300.*tokenizer\.json",
+    ):
         Trainer(load_config([*texts("cats"), f"init_from={tmp_path}/out", "size.vocab_size=512"]))
-    assert "tokenizer.json" in error.value.remedy
 
 
 def test_a_model_of_the_hub_is_looked_up_once(small, tmp_path, monkeypatch):

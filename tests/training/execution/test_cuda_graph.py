@@ -44,9 +44,8 @@ def test_what_a_graph_cannot_hold_is_refused(overrides, ranks, cause, remedy, sm
 
 
 def test_a_loss_whose_host_waits_is_refused_with_the_losses_that_do_not(small):
-    with pytest.raises(UnsupportedError, match="loss=torch_native may let its host wait for the GPU") as caught:
+    with pytest.raises(UnsupportedError, match=r"(?s)loss=torch_native may let its host wait for the GPU.*cce_kahan"):
         check_cuda_graph(load_config(small(GRAPH, "loss=torch_native")), torch.device("cuda"), 1, 9)
-    assert "cce_kahan" in caught.value.remedy
 
 
 def test_a_cpu_is_refused(small):

@@ -1,5 +1,7 @@
 """`trainer.float8=blocks`: which layers multiply in float8, that the rest stays exact, and what is refused."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from fitting import fitted, losses
@@ -78,11 +80,7 @@ def test_other_gpus_precisions_and_a_missing_package_are_refused(small, monkeypa
     with pytest.raises(ConfigError, match="precision is fp32"):
         float8.check_float8(config, gpu, "fp32", 160)
     float8.check_float8(config, gpu, "bf16_autocast", 160)
-
-    def missing(module: str) -> None:
-        raise ImportError(module)
-
-    monkeypatch.setattr(requirements.importlib, "import_module", missing)
+    monkeypatch.setattr(requirements.importlib, "import_module", Mock(side_effect=ImportError))
     with pytest.raises(UnsupportedError, match="torchao") as error:
         float8.check_float8(config, gpu, "bf16_autocast", 160)
     assert error.value.remedy == 'pip install --force-reinstall "torchao>=0.17"', "it is installed and does not import"
