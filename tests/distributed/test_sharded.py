@@ -159,7 +159,7 @@ def test_what_fsdp_cannot_cut_is_refused_once(small, tmp_path):
 def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
     vocab = "vocab blocks_together=2 keep_gathered=true"
     overrides = (
-        "device=cpu", "models=[gla/smoke]", f"weak=['{vocab}',ddp]", "batch_size=2", "seq_len=80", "steps=1",
+        "device=cpu", "models=[transformer/smoke]", f"weak=['{vocab}',ddp]", "batch_size=2", "seq_len=80", "steps=1",
         "warmup=1", "repeats=2", f"output_dir={tmp_path}",
     )  # fmt: skip
     log = tmp_path / "log"
@@ -175,7 +175,7 @@ def test_the_benchmark_of_several_gpus_writes_its_tables(tmp_path, command):
         speed = None if row is alone else pytest.approx(alone["step_ms"] / row["step_ms"])
         assert row["efficiency"] == speed
     page = (tmp_path / "steps.md").read_text()
-    assert f"| gla smoke | {vocab} | weak | 2 | 2 |" in page
+    assert f"| transformer smoke | {vocab} | weak | 2 | 2 |" in page
     again = command("benchmarks/parallel.py", "measure=false", f"output_dir={tmp_path}")
     assert again.returncode == 0, again.stdout + again.stderr
     assert (tmp_path / "steps.md").read_text() == page

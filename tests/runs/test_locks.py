@@ -68,7 +68,7 @@ def test_asking_again_and_again_refuses_no_opener(tmp_path):
     for thread in threads:
         thread.start()
     try:
-        for _ in range(100):
+        for _ in range(25):
             directory = run_directory(path)
             directory.open()
             directory.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from data_helpers import sentences, write_jsonl, write_tokenizer
+from data_helpers import sentences, write_jsonl
 from fitting import fitted, records, summary_of
 
 from linrnn.config import data_for, read_config
@@ -47,8 +47,8 @@ def test_options_that_must_not_change_the_losses(small, plain, options):
 
 def test_options_that_may_change_them_train(small, on_text, tmp_path):
     bf16 = fitted(small("trainer.precision=bf16", "schedule=wsd", "optimizer.max_grad_norm=null"))
-    stdlib = ("data=stdlib", "data.max_tokens=20000", f"data.tokenizer={write_tokenizer(tmp_path / 'tokenizer.json')}")
-    text = fitted(on_text(*stdlib, "trainer.precision=bf16_autocast"))
+    path = write_jsonl(tmp_path / "text.jsonl", sentences(400))
+    text = fitted(on_text(f"data.path={path}", "trainer.precision=bf16_autocast"))
     for trainer in (bf16, text):
         losses = [record["train/loss_nats"] for record in records(trainer)]
         assert losses[-1] < losses[0]
