@@ -87,6 +87,35 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
     assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs them again"
 
 
+def test_a_point_that_another_sweep_began_at_the_same_moment_is_waited_for(make_points, tmp_path):
+    """A process takes seconds until it claims its directory. The slower one ends with an error."""
+    [point] = make_points(1)
+    began, taken, other = tmp_path / "began", tmp_path / "taken", point.run_directory()
+    slower = f"""
+import pathlib, time
+if not pathlib.Path({str(began)!r}).exists():
+    pathlib.Path({str(began)!r}).touch()
+    while not pathlib.Path({str(taken)!r}).exists():
+        time.sleep(0.01)
+    raise SystemExit("error: another process is writing")
+"""
+
+    def another_sweep() -> None:
+        while not began.exists():
+            time.sleep(0.01)
+        other.open()
+        taken.touch()
+        time.sleep(1)
+        other.close()
+
+    thread = threading.Thread(target=another_sweep)
+    thread.start()
+    said = run([point], s0=slower + FINISHES)
+    thread.join()
+    assert statuses([point]) == ["finished"]
+    assert not [line for line in said if "failed" in line]
+
+
 def test_running_again_runs_only_what_has_no_answer(make_points):
     points = make_points(3)
     run(points[:1])

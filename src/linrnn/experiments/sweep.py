@@ -183,6 +183,9 @@ def run_points(points: Sequence[Point], slots: Sequence[dict[str, str]], say: Sa
                     process, slot, began = entry
                     running.remove(entry)
                     free.append(slot)
+                    if process.point.run_directory().in_use():  # another sweep began it, too, and was the first there
+                        waiting.append(process.point)
+                        continue
                     seconds, summary = time.monotonic() - began, process.conclude()
                     if summary["status"] == "finished":
                         took.append(seconds)
