@@ -364,6 +364,24 @@ def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, m
     assert summary["reason"] == "rank 1: no GPU is free"
 
 
+def test_a_job_that_slurm_ends_lets_its_run_save(make_points, tmp_path, monkeypatch):
+    """submitit answers Slurm's signal with SystemExit."""
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    saves = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), pathlib.Path({str(saved)!r}).touch(), sys.exit()))
+pathlib.Path({str(ready)!r}).touch()
+time.sleep(600)
+"""
+    monkeypatch.setattr(points_of_sweeps, "command_of", scripts(s0=saves))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(-1))
+    stop_once(ready.exists)
+    with pytest.raises(SystemExit):
+        sweep_of_runs.run_alone(make_points(1)[0])
+    signal.signal(signal.SIGTERM, before)
+    assert saved.exists()
+
+
 def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(make_points, monkeypatch):
     points = make_points(4)
     write_summary(points[0], "unsupported", "no GPU")

@@ -276,8 +276,18 @@ def check_gpus(ranks: int, gpus: int) -> None:
 
 # ------------------------------------------------------------------------------------------- clusters and the end
 def run_alone(point: Point) -> str:
-    """Run one point in a fresh process, as a cluster's job, and wait for it. Returns its status."""
-    return str(Process(point, {}).finish()["status"])
+    """Run one point in a fresh process, as a cluster's job, and wait for it. Returns its status.
+
+    Where Slurm ends the job, to queue it again, the run first saves a checkpoint.
+    """
+    process = Process(point, {})
+    try:
+        process.wait()
+    except BaseException:  # submitit answers Slurm's signal with SystemExit
+        process.send(signal.SIGTERM)
+        process.wait()
+        raise
+    return str(process.conclude()["status"])
 
 
 def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
