@@ -52,11 +52,11 @@ def value_of(config: object, key: str) -> object:
 
 @pytest.mark.parametrize(("number", "of_key"), enumerate(keys_of_paths()), ids=str)
 def test_every_key_of_a_path_takes_every_name(number, of_key):
-    """Each key a quarter of the names. Names are read alike for all keys of one type."""
+    """Each key an eighth of the names. Names are read alike for all keys of one type."""
     command, option, key = of_key
     needed = [o for o in [*NEEDED.get(command, []), *option] if not o.startswith(f"{key}=")]
     needed += ["data.path=x"] if option == ["data=text"] and key != "data.path" else []
-    for name in HOSTILE[number % 4 :: 4]:
+    for name in HOSTILE[number % 8 :: 8]:
         mark = '"' if key in ("data.path", "data.valid_path") and name[0] == "[" else ""  # which reads as a list
         if key == "model.config":  # a file that must be there, or a name of FLA's: the refusal repeats it
             with pytest.raises(ConfigError) as refusal:

@@ -44,6 +44,8 @@ def test_probabilities_of_the_chain_sum_to_one(tmp_path):
         assert np.exp(log_probabilities(chain, np.full(20, token), every)).sum() == pytest.approx(1)
     assert all(len(set(row)) == 7 for row in chain.successors.tolist())
     assert END not in chain.successors
+    other = MarkovChain(markov_config(tmp_path, vocab_size=20, branching=7, data_seed=1))
+    assert (other.successors != chain.successors).any()
 
 
 def test_the_text_never_changes_between_versions(tmp_path):

@@ -5,6 +5,7 @@ import queue
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -17,23 +18,16 @@ from linrnn.distributed.watch import Failure, Watch
 PATIENCE = 100.0
 
 
-class Clock:
-    seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(seconds=1000.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def signs(clock: Clock) -> Callable[[int], Watch]:
+def signs(clock: SimpleNamespace) -> Callable[[int], Watch]:
     """The signs of a rank of three that share a store."""
     store = dist.HashStore()
-    return lambda rank: Watch(Launch(rank, world_size=3), store, timedelta(seconds=PATIENCE), clock)
+    return lambda rank: Watch(Launch(rank, world_size=3), store, timedelta(seconds=PATIENCE), lambda: clock.seconds)
 
 
 def test_a_rank_without_a_new_sign_stands_still(signs, clock):

@@ -41,8 +41,14 @@ HANGS = "import time; print('tuning', flush=True); time.sleep(600)"
 
 
 @pytest.fixture
-def make_points(small: Small) -> Callable[[int], list[Point]]:
-    return lambda count: foresee([small(f"seed={seed}", "loss=standard") for seed in range(count)])
+def make_points(small: Small) -> Callable[..., list[Point]]:
+    """Points that differ in their seed, each of so many ranks."""
+
+    def make(count: int, ranks: int = 1) -> list[Point]:
+        options = ["loss=standard", *(["parallel=fsdp"] if ranks > 1 else [])]
+        return foresee([small(f"seed={seed}", *options) for seed in range(count)], ranks=ranks)
+
+    return make
 
 
 def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
@@ -263,16 +269,6 @@ def test_errors_come_whole_out_of_another_process():
     assert error.value.exit_code == 2
 
 
-@pytest.fixture
-def make_shared_points(small: Small) -> Callable[[int], list[Point]]:
-    """Points of two ranks."""
-
-    def make(count: int) -> list[Point]:
-        return foresee([small(f"seed={seed}", "loss=standard", "parallel=fsdp") for seed in range(count)], ranks=2)
-
-    return make
-
-
 RANKS_FINISH = f"""
 import os, pathlib, sys
 target = pathlib.Path(sys.argv[1]); target.mkdir(parents=True, exist_ok=True)
@@ -283,8 +279,8 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(make_shared_points):
-    points = make_shared_points(2)
+def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(make_points):
+    points = make_points(2, ranks=2)
     run(points, slots_of(2, ["3", "5", "6", "7"], ranks=2), s0=RANKS_FINISH, s1=RANKS_FINISH)
     assert statuses(points) == ["finished"] * 2
     told = [[(point.directory / f"rank{rank}").read_text().split() for rank in range(2)] for point in points]
@@ -295,8 +291,8 @@ def test_every_rank_of_a_point_gets_its_place_and_every_point_its_port_and_gpus(
     assert {ranks[0][6] for ranks in told} == {"3,5", "6,7"}
 
 
-def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points):
-    points = make_shared_points(3)
+def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_points):
+    points = make_points(3, ranks=2)
     killed = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else exit(1)"
     full = "import os; exit(5 if os.environ['RANK'] == '1' else 'error: rank 1 stopped: out of memory at step 3')"
     run(points, s0=killed, s1=full, s2=RANKS_FINISH)
@@ -305,8 +301,8 @@ def test_what_a_rank_of_a_point_does_is_known_of_the_point(make_shared_points):
     assert points[1].summary()["reason"] == "rank 1 stopped: out of memory at step 3"
 
 
-def test_a_stop_reaches_every_rank_and_leaves_other_points_waiting(make_shared_points, tmp_path):
-    points = make_shared_points(2)
+def test_a_stop_reaches_every_rank_and_leaves_other_points_waiting(make_points, tmp_path):
+    points = make_points(2, ranks=2)
     hangs = f"import os; open({str(tmp_path)!r} + '/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{HANGS}"
     stop_once(lambda: len([*tmp_path.glob("pid*")]) == 2)
     with pytest.raises(InterruptedRun, match="running: seed=0; waiting: 1") as stopped:
@@ -354,8 +350,8 @@ def test_ranks_that_cannot_share_a_point_are_refused(small):
     assert "RANK" not in os.environ
 
 
-def test_ranks_that_wait_for_one_that_never_came_are_ended(make_shared_points, monkeypatch):
-    [point] = make_shared_points(1)
+def test_ranks_that_wait_for_one_that_never_came_are_ended(make_points, monkeypatch):
+    [point] = make_points(1, ranks=2)
     monkeypatch.setattr(points_of_sweeps, "LEFT_BEHIND_SECONDS", 0.5)
     waits = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"  # until SIGKILL
     run([point], s0=f"import os\nif os.environ['RANK'] == '1': exit('error: no GPU is free')\n{waits}\n{HANGS}")

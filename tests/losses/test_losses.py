@@ -153,6 +153,14 @@ def everywhere(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
+def graphs_run_as_traced(device, monkeypatch):
+    """On a CPU graphs run as they are traced. Compiling one takes seconds, and the comparison with fp64 does that."""
+    compiled = torch.compile
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda f, options=None, **how: compiled(f, backend="aot_eager", **how))
+
+
+@pytest.fixture
 def case(name, dtype, device):
     available(name, torch.device(device), dtype)
     sizes = {"n": 1021, "d": 256, "v": 3001} if device == "cuda" else {}
@@ -220,6 +228,7 @@ def test_what_a_backend_cannot_compute_is_refused_with_those_that_can(name, lack
 
 
 @everywhere(torch.float32)
+@pytest.mark.usefixtures("graphs_run_as_traced")
 def test_ignored_labels_change_nothing_and_ignored_alone_give_zeros(name, dtype, device, case):
     _, grad_h, grad_w = run(name, case)
     if device == "cpu":
@@ -236,6 +245,7 @@ def test_ignored_labels_change_nothing_and_ignored_alone_give_zeros(name, dtype,
 
 
 @everywhere(torch.float32)
+@pytest.mark.usefixtures("graphs_run_as_traced")
 def test_evaluation_and_a_frozen_backbone_give_the_training_loss_and_the_same_gradient(name, dtype, device, case):
     trained, _, expected = run(name, case)
     loss = build_loss(CONFIGS[name], device=case.labels.device)
@@ -249,6 +259,7 @@ def test_evaluation_and_a_frozen_backbone_give_the_training_loss_and_the_same_gr
 
 
 @everywhere(torch.float32)
+@pytest.mark.usefixtures("graphs_run_as_traced")
 def test_strided_hidden_states_give_the_same_result(name, dtype, device, case):
     expected, grad_h, grad_w = run(name, case)
     wide = torch.stack([case.hidden, torch.full_like(case.hidden, math.nan if device == "cpu" else 0)], dim=-1)

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +24,10 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
-def group_of_one() -> Iterator[DistributedRanks]:
-    """A group that this process joins alone: it calls all collectives and needs no second process."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield ReplicatedRanks(Launch(0, 0, 1, True), store, SimpleNamespace(), load_config(["parallel=ddp"]).parallel)  # type: ignore[arg-type]
-    dist.destroy_process_group()
+def one_of_one(group_of_one: None) -> DistributedRanks:
+    """The rank of a group that this process joins alone: it calls all collectives and needs no second process."""
+    given: Any = dist.HashStore(), SimpleNamespace(), load_config(["parallel=ddp"]).parallel
+    return ReplicatedRanks(Launch(0, 0, 1, True), *given)
 
 
 def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -> None:
@@ -43,7 +41,7 @@ def before(patch: Patch, owner: Any, name: str, happen: Callable[..., object]) -
     patch.setattr(owner, name, call)
 
 
-def test_between_steps_no_rank_waits_for_the_answer_of_another(small, group_of_one, monkeypatch):
+def test_between_steps_no_rank_waits_for_the_answer_of_another(small, one_of_one, monkeypatch):
     """A step's question is answered while the next step runs. Only the loss is summed at once, where the device is."""
     events: list[str] = []
     ask = DistributedRanks.max_on_host_async
@@ -58,16 +56,16 @@ def test_between_steps_no_rank_waits_for_the_answer_of_another(small, group_of_o
     before(monkeypatch, Trainer, "train_step", lambda self: events.append("step"))
     before(monkeypatch, dist, "all_reduce", lambda tensor, *_, async_op=False, **__: async_op or events.append("sum"))
     options = ("trainer.max_steps=6", "trainer.warmup_measurement_steps=9", "trainer.checkpoint_every=0")
-    Trainer(load_config(small(*options, "data.reset_at_document=true", "loss=standard")), group_of_one).fit()
+    Trainer(load_config(small(*options, "data.reset_at_document=true", "loss=standard")), one_of_one).fit()
     training = events[: max(place for place, event in enumerate(events) if event == "step") + 2]
     assert training == ["asked", *["step", "sum", "answered", "asked"] * 5, "step", "sum"]
 
 
 @pytest.mark.parametrize(("several", "end"), [(False, 3), (True, 4)])
 def test_a_signal_ends_one_process_after_its_step_and_several_one_step_later(
-    several, end, small, group_of_one, monkeypatch
+    several, end, small, one_of_one, monkeypatch
 ):
-    trainer = Trainer(load_config(small("trainer.max_steps=9")), group_of_one if several else Ranks())
+    trainer = Trainer(load_config(small("trainer.max_steps=9")), one_of_one if several else Ranks())
     signalled = SimpleNamespace(signal_number=15)
     before(monkeypatch, trainer, "train_step", lambda: trainer.step == 2 and vars(trainer.stop).update(vars(signalled)))
     with pytest.raises(InterruptedRun, match=f"interrupted at step {end} of 9"):
@@ -75,9 +73,9 @@ def test_a_signal_ends_one_process_after_its_step_and_several_one_step_later(
     assert found(trainer.directory.checkpoints)[-1].name == f"step_{end:08d}"
 
 
-def test_several_ranks_save_once_when_the_clock_asks(small, group_of_one, monkeypatch):
+def test_several_ranks_save_once_when_the_clock_asks(small, one_of_one, monkeypatch):
     """A checkpoint is asked for after step 2 and written after step 3. Nobody asks again in between."""
-    trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")), group_of_one)
+    trainer = Trainer(load_config(small("trainer.max_steps=8", "trainer.keep_checkpoints=9")), one_of_one)
     own = trainer.checkpointer
     monkeypatch.setattr(own, "is_due", lambda _: trainer.step - (own.saved_step or 0) >= 2)
     trainer.fit()
@@ -95,11 +93,11 @@ def test_a_steps_results_are_read_once_the_next_step_is_under_way(small, monkeyp
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("several", [False, True])
-def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(last, several, small, group_of_one, monkeypatch):
+def test_no_checkpoint_holds_weights_of_a_step_that_is_not_finite(last, several, small, one_of_one, monkeypatch):
     """The error names the step, although it may come one step later."""
     bad = 5 if last else 3
     options = ("trainer.max_steps=5", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9")
-    trainer = Trainer(load_config(small(*options)), group_of_one if several else Ranks())
+    trainer = Trainer(load_config(small(*options)), one_of_one if several else Ranks())
     forward_backward = trainer._forward_backward
 
     def faulty(*arguments: Any) -> Any:

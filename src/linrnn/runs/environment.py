@@ -160,6 +160,7 @@ def _number(word: str) -> float | None:
         return None
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return version(package)
