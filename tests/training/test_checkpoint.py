@@ -168,6 +168,20 @@ def test_every_cut_and_every_flipped_bit_is_found_and_the_one_before_is_used(tmp
     assert checkpoint.newest(tmp_path) == first, "a file that was not written with it is read by nobody"
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    """As on a network file system that is away for a moment: the run would go on from the one before, and delete it."""
+    saved(tmp_path, 1, 2)
+
+    def away(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("linrnn.core.checksums.sha256", away)
+        with pytest.raises(StorageError, match=r"step_00000002 cannot be read \(Input/output error"):
+            checkpoint.newest(tmp_path)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000002"
+
+
 def test_a_failure_is_raised_where_somebody_waits_and_leaves_nothing(tmp_path, monkeypatch):
     model, optimizer = build()
     saver = checkpoint.Checkpointer(tmp_path, keep=2)

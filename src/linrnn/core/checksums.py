@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from linrnn.core.errors import DataError
+from linrnn.core.errors import DataError, StorageError
 
 CHECKSUMS = "SHA256SUMS"
 THREADS = 4  # at about 1.4 GB/s each
@@ -37,7 +37,8 @@ def check_checksums(directory: Path) -> set[str]:
         the names that SHA256SUMS lists.
 
     Raises:
-        DataError: a file is missing or has changed, or SHA256SUMS cannot be read.
+        DataError: a file is missing or has changed, or SHA256SUMS is no text.
+        StorageError: a file cannot be read, perhaps only now. That says nothing about what it holds.
     """
     record = directory / CHECKSUMS
     if not record.is_file():
@@ -52,6 +53,9 @@ def check_checksums(directory: Path) -> set[str]:
             if checksum != listed[name]:
                 remedy = f"export the model again, or delete {CHECKSUMS} if the file was changed on purpose"
                 raise DataError(f"{directory / name} does not match its checksum", remedy)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{record} cannot be checked ({error})", "export the model again") from error
+    except OSError as error:
+        remedy = "run the same command again; if that does not help, move the directory away"
+        raise StorageError(f"{directory} cannot be read ({error.strerror or error})", remedy) from error
     return set(listed)
