@@ -327,6 +327,7 @@ def test_a_mean_of_twenty_steps_is_of_steps_whatever_was_logged():
         assert largest_difference(logged, flat) == (pytest.approx(0.03), log_every)
     assert largest_difference([point for point in swing if point[0] % 20 == 0], flat)[0] is None, "no mean of one step"
     assert largest_difference(swing[:19], flat[:19])[0] is None
+    assert largest_difference(swing[49:50], flat)[0] is None, "no mean of the only step that both logged"
 
 
 def test_a_run_of_two_origins_is_named_and_decides_nothing(tmp_path):

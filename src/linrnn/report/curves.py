@@ -17,7 +17,7 @@ def largest_difference(curve: Curve, other: Curve) -> tuple[float | None, int]:
     The means need all logged points. None: no window has two of them.
     """
     common = _difference(curve, other)
-    every = max((after - before for (before, _), (after, _) in pairwise(common)), default=0)
+    every = max((after - before for (before, _), (after, _) in pairwise(common)), default=SMOOTHED_STEPS)
     # The first windows are shorter than SMOOTHED_STEPS: they do not count.
     full = [abs(nats) for step, nats in smoothed(common) if step >= SMOOTHED_STEPS and 2 * every <= SMOOTHED_STEPS]
     return max(full, default=None), every
