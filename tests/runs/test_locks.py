@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
-from linrnn.runs.directory import RunDirectory
+from linrnn.runs.directory import LOCK, RunDirectory
 
 
 def in_a_child(action: Callable[[], bool]) -> bool:
@@ -53,29 +54,17 @@ def test_one_owner_at_a_time_in_one_process_and_among_several(tmp_path):
     assert not second.in_use(), "the owner has died"
 
 
-def test_asking_again_and_again_refuses_no_opener(tmp_path):
-    path, done = tmp_path / "run", threading.Event()
-    first = run_directory(path)
-    first.open()
-    first.begin()
-    first.close()
-
-    def ask() -> None:
-        while not done.is_set():
-            run_directory(path).in_use()
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(25):
-            directory = run_directory(path)
-            directory.open()
-            directory.close()
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
+def test_an_opener_waits_for_the_moment_in_which_somebody_asks(tmp_path):
+    directory = run_directory(tmp_path / "run")
+    directory.open()
+    directory.begin()
+    directory.close()
+    assert not directory.in_use()
+    asking = FileLock(directory.path / LOCK, thread_local=False)
+    asking.acquire()
+    threading.Timer(0.2, asking.release).start()
+    directory.open()
+    directory.close()
 
 
 def test_a_run_that_is_moved_aside_is_locked_meanwhile(tmp_path):
