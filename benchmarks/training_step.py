@@ -11,9 +11,10 @@ from linrnn.data import Batch
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend, check_capturable
 from linrnn.models import LanguageModel
-from linrnn.profiling import LossObserver, forward_backward
+from linrnn.profiling import LossObserver
 from linrnn.training.execution.cuda_graph import GraphedPasses
 from linrnn.training.optimizer import clip_gradients
+from linrnn.training.trainer import forward_backward
 
 
 def random_batch(sequences: int, seq_len: int, vocab_size: int, seed: int) -> Batch:
@@ -90,8 +91,10 @@ class TrainingStep:
         return self._passes(loss, self.batch, *observers)[0]
 
     def _passes(self, loss: LossBackend, batch: Batch, *observers: LossObserver) -> tuple[Tensor, dict[str, Tensor]]:
-        settings = (self.tokens, self.ranks.loss_scale, self.precision, self.device)
-        return forward_backward(self.replica, loss, batch, *settings, observers)
+        return forward_backward(
+            self.replica, loss, batch, n_tokens=self.tokens, scale=self.ranks.loss_scale, precision=self.precision,
+            device=self.device, observers=observers,
+        )  # fmt: skip
 
     def _update(self) -> None:
         self.clip()

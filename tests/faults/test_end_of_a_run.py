@@ -20,7 +20,7 @@ from linrnn.core.errors import InterruptedRun, OutOfMemoryError, StorageError
 from linrnn.core.interrupts import SIGNALS, StopRequest
 from linrnn.training import checkpoint
 from linrnn.training import trainer as trainer_module
-from linrnn.training.checkpoint import foreseen_bytes, found
+from linrnn.training.checkpoint import estimated_bytes, found
 from linrnn.training.run_log import RunLog
 from linrnn.training.trainer import Trainer
 
@@ -210,8 +210,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_training(smal
         Trainer(load_config(small("trainer.max_steps=6", "trainer.checkpoint_every=2"))).fit()
     trainer = fitted(small("trainer.max_steps=2", "trainer.checkpoint_every=1"))
     files = found(trainer.directory.checkpoints)[-1].rglob("*")
-    foreseen = foreseen_bytes(trainer.model.hf, trainer.optimizer)
-    assert foreseen == pytest.approx(sum(file.stat().st_size for file in files), rel=0.02)
+    estimated = estimated_bytes(trainer.model.hf, trainer.optimizer)
+    assert estimated == pytest.approx(sum(file.stat().st_size for file in files), rel=0.02)
     assert Trainer(load_config(small("trainer.checkpoint_every=0", "group=none"))).fit()["steps"] == 3
 
 

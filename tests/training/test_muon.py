@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrnn.config import load_config
 from linrnn.core.errors import ConfigError
 from linrnn.costs.flops import update_flops
-from linrnn.training.checkpoint import foreseen_bytes
+from linrnn.training.checkpoint import estimated_bytes
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.trainer import Trainer
 
@@ -45,7 +45,7 @@ def test_muon_has_the_matrices_of_the_layers_and_adamw_all_other_parameters(smal
     state = [value for entry in trainer.optimizer.state.values() for key, value in entry.items() if key != "step"]
     kept = sum(value.numel() * value.element_size() for value in state)
     assert kept == trainer.plan.training_state(trainer.architecture)["optimizer"]
-    assert foreseen_bytes(trainer.model.hf, trainer.optimizer) == 4 * trainer.architecture.n_parameters + kept
+    assert estimated_bytes(trainer.model.hf, trainer.optimizer) == 4 * trainer.architecture.n_parameters + kept
 
 
 class OneMatrix(torch.nn.Module):

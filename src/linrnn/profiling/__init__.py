@@ -1,11 +1,11 @@
 """Time and memory of training steps, by component."""
 
 from linrnn.profiling.memory import MemoryByComponent
-from linrnn.profiling.observe import LossAndStats, LossObserver, forward_backward, watched_loss
+from linrnn.profiling.observe import LossObserver, watched_loss
 from linrnn.profiling.timers import SpeedMeter, Stopwatch, matmul_rate
 from linrnn.profiling.traces import memory_snapshot, trace
 
 __all__ = [
-    "LossAndStats", "LossObserver", "MemoryByComponent", "SpeedMeter", "Stopwatch", "forward_backward", "matmul_rate",
-    "memory_snapshot", "trace", "watched_loss",
+    "LossObserver", "MemoryByComponent", "SpeedMeter", "Stopwatch", "matmul_rate", "memory_snapshot", "trace",
+    "watched_loss",
 ]  # fmt: skip

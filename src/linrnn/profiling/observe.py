@@ -8,10 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from linrnn.data import Batch
-from linrnn.models.language_model import loss_inputs
-
-LossAndStats = tuple[Tensor, dict[str, Tensor]]
 LOSS_FORWARD, LOSS_BACKWARD = "loss/forward", "loss/backward"
 
 
@@ -90,33 +86,3 @@ def _watched(name: str, observers: Sequence[LossObserver]) -> Iterator[None]:
         yield
         for observer in observers:
             observer.end(name)
-
-
-def forward_backward(
-    model: Any,
-    loss: Callable[[Tensor, Tensor, Tensor], Any],
-    batch: Batch,
-    tokens: int,
-    scale: float,
-    precision: str,
-    device: torch.device,
-    observers: Sequence[LossObserver] = (),
-) -> LossAndStats:
-    """Add the gradients of a micro-step.
-
-    Args:
-        model: as the ranks share it.
-        batch: of this rank, (sequences, tokens), on any device.
-        tokens: labels of the whole step on all ranks. Gradients are those of the mean loss over all of them.
-        scale: a factor of the gradients, `Ranks.loss_scale`.
-        precision: `trainer.precision` without `auto`.
-        observers: are told when the passes of the loss begin and end.
-
-    Returns:
-        This rank's share of the step's mean loss, in nats, on the device; the backend's statistics by metric.
-    """
-    # The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
-    output = watched_loss(loss, *loss_inputs(model, batch, precision, device), *observers)
-    mean_nats = output.sum_nats / tokens
-    (mean_nats * scale).backward()
-    return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}

@@ -236,7 +236,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def foreseen_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def estimated_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of a whole checkpoint, before the optimizer has a state: parameters, buffers and moments."""
     tensors = list(model_tensors(model).values())
     for group in optimizer.param_groups:

@@ -23,8 +23,8 @@ from linrnn.data import Batch, BatchesOnce, BatchLoader, vocabulary_size
 from linrnn.distributed import Ranks
 from linrnn.losses import LossBackend, build_loss
 from linrnn.models import BlankModel, tuning
-from linrnn.models.language_model import compute_dtype, parameter_dtype
-from linrnn.profiling import LossAndStats, LossObserver, forward_backward
+from linrnn.models.language_model import compute_dtype, loss_inputs, parameter_dtype
+from linrnn.profiling import LossObserver, watched_loss
 from linrnn.runs.directory import RunDirectory
 from linrnn.runs.environment import gpu_state
 from linrnn.training import checkpoint, failures, starting
@@ -37,6 +37,8 @@ from linrnn.training.optimizer import Schedule, build_optimizer, clip_gradients
 from linrnn.training.plan import check_step_fits, make_training_plan
 from linrnn.training.run_log import RunLog, StepRecord
 from linrnn.training.runtime import prepare_process, synchronize
+
+LossAndStats = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class Trainer:
@@ -89,8 +91,10 @@ class Trainer:
         self._notes.append(memory_note)
         self.checkpointer = Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
         self._config_yaml = to_yaml(config)
-        parts = (self.architecture, self.data, self.model, self.optimizer)
-        self.log = RunLog(self.plan, self.directory, self.ranks, *parts, blocks=self.loader.n_blocks)
+        self.log = RunLog(
+            self.plan, self.directory, self.ranks, self.architecture, self.data, self.model, self.optimizer,
+            blocks=self.loader.n_blocks,
+        )  # fmt: skip
 
     def _build(self, weights: starting.Weights | None) -> None:
         """Build model, loss, optimizer, learning-rate schedule and loader."""
@@ -116,10 +120,13 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.parameters = list(self.model.parameters())
         self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
-        self._shape: dict[str, Any] = {"seq_len": trainer.seq_len, "batch_size": self.plan.sequences_of_rank}
-        self._shape["reset_at_document"] = config.data.reset_at_document
+        self._batch: dict[str, Any] = {
+            "seq_len": trainer.seq_len,
+            "batch_size": self.plan.sequences_of_rank,
+            "reset_at_document": config.data.reset_at_document,
+        }
         rank, world_size = self.ranks.rank, self.ranks.world_size
-        self.loader = BatchLoader(self.data.train, seed=config.seed, rank=rank, world_size=world_size, **self._shape)
+        self.loader = BatchLoader(self.data.train, seed=config.seed, rank=rank, world_size=world_size, **self._batch)
         self._notes.append(self.loader.remark(self.plan.total_steps * self.plan.sequences_per_step))
 
     # ---------------------------------------------------------------------------------------------------- the run
@@ -149,16 +156,20 @@ class Trainer:
 
     def _begin(self, closing: contextlib.ExitStack) -> None:
         """Resume and check the disk's room; only then write the first files, and print what the run will do."""
-        trainer, where_it_begins, room = self.config.trainer, self.resume(), None
+        where_it_begins, room = self.resume(), None
         if self.ranks.is_first:
-            there = 0 if self.directory.begins_anew else len(checkpoint.found(self.directory.checkpoints))
-            size, left = checkpoint.foreseen_bytes(self.model.hf, self.optimizer), self.plan.total_steps - self.step
-            room = checkpoint.check_room(trainer, self.directory.path, size, there=there, steps=left)
+            room = checkpoint.check_room(
+                self.config.trainer,
+                self.directory.path,
+                size=checkpoint.estimated_bytes(self.model.hf, self.optimizer),
+                there=0 if self.directory.begins_anew else len(checkpoint.found(self.directory.checkpoints)),
+                steps=self.plan.total_steps - self.step,
+            )
         self.log.begin(closing, self.step, self.continues)
         self.checkpointer.begin(self.step)
         self.log.announce(where_it_begins, *self._notes, room)
-        most, tokenizer = trainer.valid_tokens, self.data.tokenizer
-        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=most, tokenizer=tokenizer, **self._shape)
+        tokens, tokenizer = self.config.trainer.valid_tokens, self.data.tokenizer
+        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=tokens, tokenizer=tokenizer, **self._batch)
         self.ranks.on_lost_rank(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
 
@@ -167,8 +178,9 @@ class Trainer:
 
         Only if neither is there, initial weights are drawn. It only reads, so an error leaves the directory as it is.
         """
-        parts = (self.model.hf, self.optimizer, self.loader)
-        start = starting.restore(self.plan, self.ranks, self.directory, self.data, *parts)
+        start = starting.restore(
+            self.plan, self.ranks, self.directory, self.data, self.model.hf, self.optimizer, self.loader
+        )
         if start is None:
             self.seconds_to["model"] = seconds_since_start()
             self.ensure_weights()
@@ -290,8 +302,10 @@ class Trainer:
         return self._graphed(batch)
 
     def _passes(self, n_tokens: int, observers: Sequence[LossObserver], batch: Batch) -> LossAndStats:
-        settings = (n_tokens, self.ranks.loss_scale, self.precision, self.device)
-        return forward_backward(self.replica, self.loss, batch, *settings, observers)
+        return forward_backward(
+            self.replica, self.loss, batch, n_tokens=n_tokens, scale=self.ranks.loss_scale, precision=self.precision,
+            device=self.device, observers=observers,
+        )  # fmt: skip
 
     def _first_step(self) -> StepRecord:
         """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""
@@ -316,8 +330,9 @@ class Trainer:
         position = self.loader.state_dict()
         batch = next(self.loader)
         self.loader.load_state_dict(position)
-        parts = (self.replica, batch, self.ranks, self.precision, self.device)
-        if compilation.compile_kernels(*parts, line, self.loss):
+        if compilation.compile_kernels(
+            self.replica, batch, self.ranks, self.precision, self.device, say=line, loss=self.loss
+        ):
             self.seconds_to["kernels"] = seconds_since_start()
 
     # -------------------------------------------------------------------------------- validations and checkpoints
@@ -383,3 +398,34 @@ class Trainer:
             )
         if due:
             self.save()
+
+
+def forward_backward(
+    model: Any,
+    loss: LossBackend,
+    batch: Batch,
+    *,
+    n_tokens: int,
+    scale: float,
+    precision: str,
+    device: torch.device,
+    observers: Sequence[LossObserver] = (),
+) -> LossAndStats:
+    """Add the gradients of a micro-step.
+
+    Args:
+        model: as the ranks share it.
+        batch: of this rank, (sequences, tokens), on any device.
+        n_tokens: labels of the whole step on all ranks. Gradients are those of the mean loss over all of them.
+        scale: a factor of the gradients, `Ranks.loss_scale`.
+        precision: `trainer.precision` without `auto`.
+        observers: are told when the passes of the loss begin and end.
+
+    Returns:
+        This rank's share of the step's mean loss, in nats, on the device; the backend's statistics by metric.
+    """
+    # The loss's inputs have no name here, so that they are freed before the blocks' backward pass.
+    output = watched_loss(loss, *loss_inputs(model, batch, precision, device), *observers)
+    mean_nats = output.sum_nats / n_tokens
+    (mean_nats * scale).backward()
+    return mean_nats.detach(), {f"loss/{name}": value for name, value in output.stats.items()}
