@@ -16,7 +16,7 @@ from rank_process import _of_ranks, _rank, assert_same_curve, ended, free_port, 
 from torch.profiler import ProfilerActivity, profile
 
 from linrnn.config import load_config
-from linrnn.distributed.sharding import make_mesh, part_of, shard
+from linrnn.distributed.sharding import make_mesh, row_shard_of, shard
 from linrnn.models import BlankModel, LanguageModel, build_model
 from linrnn.models.architecture import resolve
 from linrnn.models.language_model import parameter_dtype
@@ -36,11 +36,11 @@ def compare(rank: int, world_size: int, port: int, overrides: list[str], device_
     mesh = make_mesh(config.parallel, device_type)
     models = []
     state = torch.get_rng_state()
-    for blank in (BlankModel(arch, part_of(mesh), **how), None):
+    for blank in (BlankModel(arch, row_shard_of(mesh), **how), None):
         model = blank.model if blank else build_model(arch, **how, seed=3)
         shard(model, mesh, torch.float32, config.parallel)
         if blank:
-            blank.draw(3)
+            blank.init_weights(3)
         models.append(model)
     assert torch.equal(torch.get_rng_state(), state)
     ours, plain = map(_described, models)
@@ -78,13 +78,13 @@ def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> Non
     arch = resolve(config.model, config.size, 515)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         if deferred:
-            blank = BlankModel(arch, part_of(mesh), device=torch.device("cpu"))
+            blank = BlankModel(arch, row_shard_of(mesh), device=torch.device("cpu"))
             model = blank.model
         else:
             model = build_model(arch, device="cpu", seed=3)
         shard(model, mesh, torch.float32, config.parallel)
         if deferred:
-            blank.draw(3)
+            blank.init_weights(3)
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     print("share", max(itertools.accumulate(sizes)) / (4 * arch.n_parameters))
@@ -93,7 +93,7 @@ def peak(rank: int, world_size: int, port: int, deferred: bool, log: str) -> Non
 
 def without_drawing(*arguments: Any) -> None:
     """A rank of train.py that must not draw initial weights."""
-    with patch.object(BlankModel, "draw", side_effect=AssertionError("weights were drawn")):
+    with patch.object(BlankModel, "init_weights", side_effect=AssertionError("weights were drawn")):
         _rank(*arguments)
 
 

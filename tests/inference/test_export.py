@@ -105,7 +105,9 @@ def test_reading_a_checkpoint_draws_no_weights(small, monkeypatch):
     """The weights are read, so drawing them first would take a 1.3B model many seconds for nothing."""
     run = fitted(small())
     before = torch.get_rng_state()
-    monkeypatch.setattr("linrnn.inference.load.BlankModel.draw", Mock(side_effect=AssertionError("weights are drawn")))
+    monkeypatch.setattr(
+        "linrnn.inference.load.BlankModel.init_weights", Mock(side_effect=AssertionError("weights are drawn"))
+    )
     read = load_trained(str(run.directory.path), torch.device("cpu"))
     pairs = zip(read.model.parameters(), run.model.parameters(), strict=True)
     assert all(torch.equal(here, there) for here, there in pairs)

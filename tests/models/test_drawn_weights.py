@@ -12,7 +12,7 @@ from linrnn.config.fla import fla_models
 from linrnn.core.errors import LinrnnError
 from linrnn.models import build_model, cpu_ops
 from linrnn.models.architecture import MODELS, Architecture, resolve
-from linrnn.models.build import Part
+from linrnn.models.build import RowShard
 from linrnn.models.fla_any import build_hf
 
 UNLIKELY = 5.5  # standard errors: one in thirty million
@@ -102,4 +102,4 @@ def test_buffers_hold_what_fla_s_constructor_gives_them(monkeypatch):
 def test_parts_are_cut_like_torch_chunk(rows):
     whole = torch.arange(2 * rows).view(rows, 2)
     chunks = [*torch.chunk(whole, 4), *[whole[:0]] * 4][:4]
-    assert all(torch.equal(Part(index, 4).of(whole), chunk) for index, chunk in enumerate(chunks))
+    assert all(torch.equal(RowShard(index, 4).of(whole), chunk) for index, chunk in enumerate(chunks))

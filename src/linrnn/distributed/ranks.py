@@ -19,7 +19,7 @@ from linrnn.config.schema import DistributedConfig
 from linrnn.core.errors import LinrnnError, RankFailedError, first_line
 from linrnn.distributed.launch import Launch
 from linrnn.distributed.watch import Watch
-from linrnn.models.build import Part
+from linrnn.models.build import RowShard
 
 _FIRST = "first"
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Ranks:
         return 1
 
     @property
-    def part(self) -> Part | None:
+    def row_shard(self) -> RowShard | None:
         """The rows of every parameter that this rank holds after :meth:`parallelize`; None: all rows."""
         return None
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from linrnn.config.schema import FsdpConfig, VocabConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
 from linrnn.distributed.ranks import DistributedRanks
-from linrnn.models.build import Part, allocate
+from linrnn.models.build import RowShard, allocate
 
 
 def make_mesh(parallel: FsdpConfig, device_type: str) -> DeviceMesh:
@@ -98,8 +98,8 @@ class ShardedRanks(DistributedRanks):
         return make_mesh(self._parallel, "cuda" if "nccl" in dist.get_backend_config() else "cpu")
 
     @property
-    def part(self) -> Part:
-        return part_of(self._mesh)
+    def row_shard(self) -> RowShard:
+        return row_shard_of(self._mesh)
 
     def parallelize(self, model: Any, compute: torch.dtype) -> nn.Module:
         shard(model, self._mesh, compute, self._parallel)
@@ -167,7 +167,7 @@ def vocabulary_shards(vocab_size: int, mesh: DeviceMesh) -> list[int]:
 
 def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows as a DTensor. All ranks have the same parameter. One on the meta device has no values."""
-    rows = part_of(mesh).of(parameter.detach())
+    rows = row_shard_of(mesh).of(parameter.detach())
     local = torch.empty_like(rows, device=mesh.device_type) if parameter.is_meta else rows.clone()
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     return nn.Parameter(
@@ -175,9 +175,9 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     )
 
 
-def part_of(mesh: DeviceMesh) -> Part:
+def row_shard_of(mesh: DeviceMesh) -> RowShard:
     """The rows of every parameter that this rank holds."""
-    return Part(mesh["shard"].get_local_rank(), mesh["shard"].size())
+    return RowShard(mesh["shard"].get_local_rank(), mesh["shard"].size())
 
 
 def shard_rows(rows: int, ranks: int) -> int:

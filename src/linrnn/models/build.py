@@ -28,8 +28,8 @@ NO_WEIGHT_DECAY = "_no_weight_decay"  # FLA's mark on a parameter
 
 
 @dataclass(frozen=True)
-class Part:
-    """The rows of one rank, out of `count` parts of equal size. The last parts may have fewer rows or none.
+class RowShard:
+    """The rows of one rank, out of `count` shards of equal size. The last ones may have fewer rows or none.
 
     FSDP2 and torch.chunk cut tensors in the same way.
     """
@@ -38,12 +38,12 @@ class Part:
     count: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a tensor's rows, as a view."""
+        """These rows of a tensor, as a view."""
         rows = -(-len(whole) // self.count) if whole.ndim else 0
         return whole[self.index * rows : (self.index + 1) * rows] if whole.ndim else whole
 
 
-WHOLE = Part(0, 1)
+WHOLE = RowShard(0, 1)
 
 
 def own_rows(tensor: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def own_rows(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def keep(tensor: Tensor, value: Tensor, part: Part) -> None:
-    """Copy a value into a tensor; into a DTensor, whose rows this rank has as `part`, those rows of the value."""
+def copy_rows(tensor: Tensor, value: Tensor, row_shard: RowShard) -> None:
+    """Copy a value into a tensor; into a DTensor, whose rows this rank has as `row_shard`, those rows of the value."""
     if hasattr(tensor, "to_local"):
-        tensor.to_local().copy_(part.of(value))
+        tensor.to_local().copy_(row_shard.of(value))
     else:
         tensor.copy_(value)
 
@@ -74,7 +74,7 @@ def build_model(
         UnsupportedError: the model has no CPU form, and `device` is a CPU.
     """
     blank = BlankModel(arch, device=torch.device(device), dtype=dtype)
-    blank.draw(seed)
+    blank.init_weights(seed)
     return blank.model
 
 
@@ -83,13 +83,13 @@ class BlankModel:
 
     Attributes:
         model: its parameters have no values. Its buffers have theirs, on the device of the run.
-        part: the rows of each parameter that this rank will hold.
+        row_shard: the rows of each parameter that this rank will hold.
     """
 
     def __init__(
         self,
         arch: Architecture,
-        part: Part | None = None,
+        row_shard: RowShard | None = None,
         *,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -97,16 +97,16 @@ class BlankModel:
         """Build it. For the other arguments and the errors see :func:`linrnn.models.build_model`.
 
         Args:
-            part: the rows of each parameter that this rank will hold. The parameters are on the meta device, and
+            row_shard: the rows of each parameter that this rank will hold. The parameters are on the meta device, and
                 sharding gives them memory. None: this process holds the whole model. The parameters have memory.
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"parameters in {dtype} are not supported", "use fp32 or bf16 parameters")
         cpu_ops.prepare(arch.kind, device)
         hf = build_hf(arch.kind, arch.settings, "meta")
-        self.part, self._device = part or WHOLE, device
+        self.row_shard, self._device = row_shard or WHOLE, device
         self._makers = dict(_makers(hf))
-        _replace_parameters(hf, dtype, torch.device("meta") if part else device)
+        _replace_parameters(hf, dtype, torch.device("meta") if row_shard else device)
         for name, maker in self._makers.items():
             module = hf.get_submodule(name)
             if next(module.buffers(), None) is not None:
@@ -117,8 +117,8 @@ class BlankModel:
         self.model = LanguageModel(hf, arch).train()
 
     @torch.no_grad()
-    def draw(self, seed: int) -> None:
-        """Give the parameters their initial values, of which this rank keeps its part.
+    def init_weights(self, seed: int) -> None:
+        """Give the parameters their initial values, of which this rank keeps its rows.
 
         The numbers come from the device's own generator, whose state is restored. A CPU and a GPU give other values.
         """
@@ -130,7 +130,7 @@ class BlankModel:
             with self._on_device(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8])):
                 values = dict(maker().named_parameters(name))
             for key, parameter in here.items():
-                keep(parameter.detach(), values[key], self.part)
+                copy_rows(parameter.detach(), values[key], self.row_shard)
         for parameter in missing.values():  # the backbone's own, FLA's lower bounds of decay
             parameter.detach().zero_()
 
@@ -144,7 +144,7 @@ class BlankModel:
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Give each parameter on the meta device memory without values: of a sharded one only this rank's part.
+    """Give each parameter on the meta device memory without values: of a sharded one only this rank's rows.
 
     The parameters lose their marks and hooks.
     """

@@ -20,7 +20,7 @@ from linrnn.core.files import read_object
 from linrnn.models import cpu_ops
 from linrnn.models.architecture import Architecture
 from linrnn.models.attention import with_sdpa
-from linrnn.models.build import WHOLE, Part, keep, own_rows
+from linrnn.models.build import WHOLE, RowShard, copy_rows, own_rows
 from linrnn.models.fla_import import fla_classes
 from linrnn.models.language_model import LanguageModel
 
@@ -68,13 +68,13 @@ def pretrained_vocab_size(directory: Path, source: str) -> int:
     return int(_classes(directory, settings)[1].from_dict(settings).vocab_size)
 
 
-def load_weights(model: LanguageModel, directory: Path, source: str, part: Part = WHOLE) -> None:
+def load_weights(model: LanguageModel, directory: Path, source: str, row_shard: RowShard = WHOLE) -> None:
     """Copy the weights of a Hugging Face model into `model`, in the dtype and on the device of `model`.
 
     Args:
         directory: of the model's files; see :func:`find_pretrained`.
         source: the value of `init_from`, for messages.
-        part: the rows of each parameter that `model` holds.
+        row_shard: the rows of each parameter that `model` holds.
 
     Raises:
         DataError: the weights are not whole: see :func:`_read`.
@@ -84,7 +84,7 @@ def load_weights(model: LanguageModel, directory: Path, source: str, part: Part 
     _check_config(directory, source, model.arch, model.hf.config)
     expected = model.hf.state_dict()
     for name, tensor in _read(directory, f"init_from={source}", expected, model.arch.tie_embeddings).items():
-        keep(expected[name], tensor, part)
+        copy_rows(expected[name], tensor, row_shard)
 
 
 def open_pretrained(directory: Path, device: torch.device) -> Any:

@@ -27,7 +27,7 @@ from linrnn.models import (
     pretrained_vocab_size,
 )
 from linrnn.models.architecture import Architecture, resolve
-from linrnn.models.build import WHOLE, Part
+from linrnn.models.build import WHOLE, RowShard
 from linrnn.runs.directory import ASIDE, RunDirectory
 from linrnn.runs.summary import finished_lines
 from linrnn.training import checkpoint
@@ -168,11 +168,11 @@ class Weights:
         if self.is_checkpoint:
             _check_model(f"init_from={self.source}", self.directory, arch)
 
-    def load(self, model: LanguageModel, part: Part = WHOLE) -> None:
+    def load(self, model: LanguageModel, row_shard: RowShard = WHOLE) -> None:
         """Copy the weights into `model`.
 
         Args:
-            part: the rows of each parameter that `model` holds.
+            row_shard: the rows of each parameter that `model` holds.
 
         Raises:
             ConfigError: the weights are for another architecture.
@@ -182,7 +182,7 @@ class Weights:
             checkpoint.load_model(self.directory, model.hf)
             check_finite(model.hf.state_dict(), f"init_from={self.source}")
         else:
-            load_weights(model, self.directory, self.source, part)
+            load_weights(model, self.directory, self.source, row_shard)
 
 
 def find_weights(source: str, data: PreparedData) -> Weights:

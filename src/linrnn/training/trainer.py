@@ -100,7 +100,7 @@ class Trainer:
         """Build model, loss, optimizer, learning-rate schedule and loader."""
         config, trainer, arch = self.config, self.config.trainer, self.architecture
         dtype, compute = parameter_dtype(self.precision), compute_dtype(self.precision)
-        self._blank = BlankModel(arch, self.ranks.part, device=self.device, dtype=dtype)
+        self._blank = BlankModel(arch, self.ranks.row_shard, device=self.device, dtype=dtype)
         self.model = self._blank.model
         if trainer.float8 == "blocks":
             self._notes.append(use_float8(self.model, self.device))
@@ -109,7 +109,7 @@ class Trainer:
             self.model.set_compile(trainer.compile)
         self.replica = self.ranks.parallelize(self.model, compute)
         if weights:
-            weights.load(self.model, self._blank.part)
+            weights.load(self.model, self._blank.row_shard)
             self._has_weights = True
         vocabulary = self.ranks.vocabulary(arch.vocab_size)
         self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
@@ -194,7 +194,7 @@ class Trainer:
     def ensure_weights(self) -> None:
         """Return once the model has weights: those that were loaded or restored, or else its initial ones."""
         if not self._has_weights:
-            self._blank.draw(self.config.seed)
+            self._blank.init_weights(self.config.seed)
             self.ranks.broadcast_weights(self.model)
             self._has_weights = True
             self.seconds_to["weights"] = seconds_since_start()

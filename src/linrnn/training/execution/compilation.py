@@ -67,7 +67,7 @@ def compile_kernels(
             labels = torch.zeros(n_tokens, dtype=torch.int64, device=device)
             loss(zeros(n_tokens, head.shape[1]), zeros(head.shape), labels).sum_nats.backward()
     except Exception as error:
-        if ranks.part or isinstance(error, LinrnnError) or ran_out_of_memory(error):
+        if ranks.row_shard or isinstance(error, LinrnnError) or ran_out_of_memory(error):
             raise
         synchronize(device)
         failed = described(error)
@@ -87,7 +87,7 @@ def rehearse(replica: Any, batch: Batch, ranks: Ranks, precision: str, device: t
     each (DDP) do not sum their gradients here, so that each of them can fail alone.
     """
     buffers = [(name.rpartition("."), buffer, buffer.clone()) for name, buffer in replica.named_buffers()]
-    alone = contextlib.nullcontext() if ranks.part else ranks.no_sync(replica)
+    alone = contextlib.nullcontext() if ranks.row_shard else ranks.no_sync(replica)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), alone:
             hidden, weight, _ = loss_inputs(replica, batch, precision, device)
