@@ -17,7 +17,7 @@ from linrnn.report.targets import BASELINES, Verdict, judge
 from linrnn.runs.intervals import Estimate, estimate
 from study.criteria import BACKWARD
 
-HOST_DECIDES = 0.97  # a step is CPU-bound if the CPU issues kernels for so large a part of it
+CPU_BOUND_SHARE = 0.97  # a step is CPU-bound if the CPU issues kernels for so large a part of it
 CPU_BOUND = "CPU-bound"
 CHECKPOINTING = "activation_checkpointing="
 FILTER = "cce_filter"

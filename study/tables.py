@@ -27,7 +27,7 @@ from study.measures import (
     verdicts_of,
 )
 from study.searches import batch_ratios
-from study.step_speed import CPU_BOUND, HOST_DECIDES, filter_speeds, host_share, names_of, speed_of, speeds
+from study.step_speed import CPU_BOUND, CPU_BOUND_SHARE, filter_speeds, host_share, names_of, speed_of, speeds
 
 Rows = Iterable[Sequence[object]]
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
@@ -200,7 +200,7 @@ def times_as_fast(row: Row | None, base: Row | None) -> str:
     speed = speed_of(row, base)
     if row is None or base is None or speed is None:
         return "-"
-    cpu_bound = max(host_share(row), host_share(base)) >= HOST_DECIDES
+    cpu_bound = max(host_share(row), host_share(base)) >= CPU_BOUND_SHARE
     return CPU_BOUND if cpu_bound else between(speed.value, speed.low, speed.high)
 
 
@@ -214,7 +214,7 @@ def step_details() -> Rows:
         own = rows_of(*names)
         settings = names_of(own)
         for row in (row for row in own if row.loss != AGAIN and row.status == "ok"):
-            if host_share(row) < HOST_DECIDES:
+            if host_share(row) < CPU_BOUND_SHARE:
                 step = show(row.step_ms, ".1f"), show(row.tokens_per_second, ",.0f"), show(row.loss_layer_ms, ".1f")
                 memory = share(row.loss_layer_share), show(row.peak_gib, ".2f")
                 cpu = share(host_share(row), ".0f")

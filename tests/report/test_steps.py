@@ -14,7 +14,7 @@ from linrnn.report import write
 from linrnn.report.runs import COMMITTED, LOSS, TIME_DIGITS, TIMES, Run, read_committed, read_runs, write_committed
 from linrnn.report.targets import store_targets
 from linrnn.report.write import make_report
-from linrnn.runs.figures import speed_of_run
+from linrnn.runs.measurements import speed_of_run
 from linrnn.runs.summary import MEAN_OF_LAST
 from linrnn.training.trainer import Trainer
 from study.criteria import CURVES, PERPLEXITY, VALID_LOSS, verdicts

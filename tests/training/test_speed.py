@@ -10,7 +10,7 @@ from fitting import fitted, records, summary_of
 from linrnn.config import load_config
 from linrnn.core.errors import SharedGpuFullError
 from linrnn.core.machine import SHARED_GPU
-from linrnn.runs.figures import host_decides, memory_of_run, speed_of_run, uneven_steps
+from linrnn.runs.measurements import is_cpu_bound, memory_of_run, speed_of_run, uneven_steps
 from linrnn.runs.metrics import JsonlWriter, read_jsonl
 from linrnn.training import trainer as trainer_module
 from linrnn.training.checkpoint import Checkpointer
@@ -145,10 +145,10 @@ def test_figures_weigh_records_by_their_steps():
     assert figures["step_time_ms_median"] == 8
     assert figures["host_step_ms"] == 15 - 34 / 4
     assert figures["measured_steps"] == 4
-    assert host_decides(figures)
-    assert not host_decides({**figures, "host_step_ms": 0.3})
-    assert not host_decides({**figures, "device": "cpu"})
-    assert not host_decides({"tokens_per_second": 1.0}), "a summary of an earlier version"
+    assert is_cpu_bound(figures)
+    assert not is_cpu_bound({**figures, "host_step_ms": 0.3})
+    assert not is_cpu_bound({**figures, "device": "cpu"})
+    assert not is_cpu_bound({"tokens_per_second": 1.0}), "a summary of an earlier version"
     nothing = speed_of_run(records[:1], tokens_per_step=600)
     assert (nothing["tokens_per_second"], nothing["measured_steps"], nothing["loss_layer_ms"]) == (None, 0, None)
 

@@ -24,7 +24,7 @@ from linrnn.distributed.launch import as_first_of, environments
 from linrnn.runs.directory import SUMMARY, RunDirectory
 from linrnn.runs.environment import without_machine_paths
 from linrnn.runs.metrics import read_jsonl
-from linrnn.runs.summary import status_of, summary_without_figures
+from linrnn.runs.summary import status_of, summary_without_measurements
 
 TRAIN = CONFIG_DIR.parent / "train.py"  # in the source tree alone
 POLL_SECONDS = 0.2
@@ -282,7 +282,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     """
     launcher = ["python"] if point.ranks == 1 else ["torchrun", f"--nproc-per-node={point.ranks}"]
     command = shlex.join([*launcher, "train.py", *without_machine_paths(point.overrides)])
-    summary = summary_without_figures(point.config, point.ranks, status, reason, command)
+    summary = summary_without_measurements(point.config, point.ranks, status, reason, command)
     directory = point.run_directory()
     try:
         directory.open()

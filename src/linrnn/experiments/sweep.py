@@ -38,7 +38,7 @@ from linrnn.experiments.points import (
     write_summary,
 )
 from linrnn.report.targets import parse_target, store_targets
-from linrnn.runs.figures import host_decides
+from linrnn.runs.measurements import is_cpu_bound
 from linrnn.runs.summary import duration
 
 OUTCOMES = ("finished", "unsupported", "out_of_memory")
@@ -222,7 +222,7 @@ def outcome(summary: dict[str, Any]) -> str:
             ("train_loss_nats", "loss {:.4f}", 1),
         )
     ]
-    if host_decides(summary):
+    if is_cpu_bound(summary):
         words.append(f"CPU-bound: {summary['host_step_ms']:.1f} of {summary['wall_step_ms']:.1f} ms a step")
     if summary.get("gpu_shared"):
         words.append("times not measured")

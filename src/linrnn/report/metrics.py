@@ -10,7 +10,7 @@ from typing import Any
 
 from linrnn.report.curves import SMOOTHED_STEPS, largest_difference
 from linrnn.report.runs import SETTING, Run, backend_names, without_horizon
-from linrnn.runs.figures import by_wall_clock, host_decides
+from linrnn.runs.measurements import by_wall_clock, is_cpu_bound
 from linrnn.runs.origins import differing
 
 LEAST_STEPS = 50  # a run needs so many steps for its losses to be compared: train_loss_nats is a mean over 50
@@ -71,7 +71,7 @@ def speed_ratio(run: Run, base: Run) -> Sample | None:
     clock, same_clock = (by_wall_clock(one.summary) for one in (run, base))
     if not value or not other or not timed(run, base) or clock != same_clock:
         return None
-    cpu_bound = host_decides(run.summary) or host_decides(base.summary)
+    cpu_bound = is_cpu_bound(run.summary) or is_cpu_bound(base.summary)
     return Sample([value / other], ["CPU-bound"] * cpu_bound, [] if clock else [DEVICE_TIME])
 
 

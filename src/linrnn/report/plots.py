@@ -22,8 +22,8 @@ from linrnn.report.plot_style import (
 )
 from linrnn.report.runs import Run, named
 from linrnn.report.verdicts import baseline_of
-from linrnn.runs.figures import NOT_MEASURED, WALL_CLOCK, by_wall_clock
 from linrnn.runs.intervals import estimate
+from linrnn.runs.measurements import NOT_MEASURED, WALL_CLOCK, by_wall_clock
 
 MOST_LINES = 6  # in a panel of loss curves
 STEEP = 0.1  # share of steps at the start in which all losses fall alike; the axis leaves their values out

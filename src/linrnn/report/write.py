@@ -42,8 +42,8 @@ from linrnn.report.targets import (
     read_targets,
 )
 from linrnn.report.verdicts import verdicts
-from linrnn.runs.figures import host_decides
 from linrnn.runs.intervals import WITHIN
+from linrnn.runs.measurements import is_cpu_bound
 from linrnn.runs.origins import commit_in_words
 from linrnn.runs.summary import MEAN_OF_LAST
 
@@ -210,7 +210,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         s, state = run.summary, run.summary.get("gpu_state") or {}
         if not run.finished:
             found.append(f"{run.name}: {s['status']}: {s.get('reason') or 'no reason was recorded'}")
-        if host_decides(s):
+        if is_cpu_bound(s):
             host, wall = f"{s['host_step_ms']:.2f} ms", f"{s['wall_step_ms']:.2f} ms"
             found.append(f"**{run.name} is CPU-bound**: {host} of a step's {wall} by wall clock are not the device's")
         if state.get("other_processes") and not run.gpu_shared:

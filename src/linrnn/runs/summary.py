@@ -14,7 +14,7 @@ from linrnn.core.dates import utc_now
 from linrnn.core.machine import size_in_words
 from linrnn.losses.base import OBJECTIVE
 from linrnn.runs.directory import CHECKPOINTS, CONFIG, ENVIRONMENT, LOG, METRICS, PICTURE, SUMMARY, RunDirectory
-from linrnn.runs.figures import NOT_MEASURED, host_decides, uneven_steps
+from linrnn.runs.measurements import NOT_MEASURED, is_cpu_bound, uneven_steps
 
 MEAN_OF_LAST = 50  # train_loss_nats is the mean over this many last steps, or over all if there are fewer
 WIDTH = 13  # of the names of printed figures
@@ -78,7 +78,7 @@ def _from_here(path: str | None) -> str | None:
     return path and path.removeprefix(f"{os.path.realpath('.')}/")
 
 
-def summary_without_figures(
+def summary_without_measurements(
     config: Config, world_size: int, status: str, reason: str | None, command: str
 ) -> dict[str, Any]:
     """The summary of a run that measured nothing: it could not start, or died before it wrote one."""
@@ -177,7 +177,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, str]:
         **{name: form.format(s[key]) for name, (key, form) in forms.items() if s[key] is not None},
         **({"speed": NOT_MEASURED} if s["gpu_shared"] else {}),
     }
-    if host_decides(s):
+    if is_cpu_bound(s):
         figures["host"] = f"CPU-bound: {s['host_step_ms']:.1f} ms of each step pass between the device's steps"
     if uneven := uneven_steps(s):
         figures["uneven steps"] = uneven

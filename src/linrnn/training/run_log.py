@@ -24,8 +24,8 @@ from linrnn.models.architecture import Architecture
 from linrnn.profiling import MemoryByComponent, SpeedMeter, memory_snapshot, trace
 from linrnn.runs.directory import LOG, PICTURE, SUMMARY, RunDirectory
 from linrnn.runs.environment import command_line, describe_process
-from linrnn.runs.figures import NOT_MEASURED, memory_of_run, speed_of_run, wall_seconds_of_run
 from linrnn.runs.loggers import Console, TensorboardMirror, WandbMirror
+from linrnn.runs.measurements import NOT_MEASURED, memory_of_run, speed_of_run, wall_seconds_of_run
 from linrnn.runs.metrics import JsonlWriter, finite, read_jsonl
 from linrnn.runs.picture import draw_progress
 from linrnn.runs.summary import (
@@ -33,7 +33,7 @@ from linrnn.runs.summary import (
     final_lines,
     progress_line,
     status_of,
-    summary_without_figures,
+    summary_without_measurements,
 )
 from linrnn.training.evaluation import Evaluation
 from linrnn.training.plan import Plan
@@ -348,11 +348,11 @@ class RunLog:
     def write_lost_summary(self, step: int, failure: LinrnnError) -> None:
         """Write the summary of a run whose first rank waits in vain for a rank that has failed."""
         if self._ranks.is_first:
-            self.write_summary(step, self._without_figures(step, status_of(failure.exit_code), failure.cause))
+            self.write_summary(step, self._without_measurements(step, status_of(failure.exit_code), failure.cause))
 
-    def _without_figures(self, step: int, status: str, reason: str | None) -> dict[str, Any]:
+    def _without_measurements(self, step: int, status: str, reason: str | None) -> dict[str, Any]:
         """The summary of a run that ends after `step`, without what was measured."""
-        summary = summary_without_figures(self._plan.config, self._plan.world_size, status, reason, command_line())
+        summary = summary_without_measurements(self._plan.config, self._plan.world_size, status, reason, command_line())
         started = self._directory.started if self._ranks.is_first else None
         done = {"steps": step, "tokens": step * self._plan.tokens_per_step, "started": started}
         return summary | {"run_name": self._directory.path.name, **done}  # a path in the name may lead elsewhere by now
@@ -384,7 +384,7 @@ class RunLog:
             speed["tokens_per_second_is"] = NOT_MEASURED
         valid = evaluation.metrics() if evaluation else {}
         return {
-            **self._without_figures(step, status, first_line(failure) if failure else None),
+            **self._without_measurements(step, status, first_line(failure) if failure else None),
             "n_parameters": arch.n_parameters,
             "hidden_size": arch.hidden_size,
             "world_size": plan.world_size,

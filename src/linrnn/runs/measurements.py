@@ -14,7 +14,7 @@ from linrnn.core.machine import GIB
 WALL_CLOCK = "wall clock"  # tokens_per_second_is
 NOT_MEASURED = "not measured: other runs shared the GPU"  # tokens_per_second_is of a run with `gpu_shared`
 UNEVEN = 0.1
-HOST_DECIDES = 0.02  # above this share of the wall-clock time between steps, a report says so
+CPU_BOUND_SHARE = 0.02  # above this share of the wall-clock time between steps, a report says so
 
 
 def speed_of_run(records: Sequence[Mapping[str, Any]], tokens_per_step: int) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def by_wall_clock(summary: Mapping[str, Any]) -> bool:
     return summary.get("tokens_per_second_is") == WALL_CLOCK
 
 
-def host_decides(summary: Mapping[str, Any]) -> bool:
+def is_cpu_bound(summary: Mapping[str, Any]) -> bool:
     """Whether a GPU waits between steps for more than 2 % of a run's wall-clock time; False without the two times."""
     host, wall = summary.get("host_step_ms"), summary.get("wall_step_ms")
-    return host is not None and wall is not None and host > HOST_DECIDES * wall and summary.get("device") != "cpu"
+    return host is not None and wall is not None and host > CPU_BOUND_SHARE * wall and summary.get("device") != "cpu"
 
 
 def uneven_steps(summary: Mapping[str, Any]) -> str | None:
