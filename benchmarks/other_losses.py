@@ -24,9 +24,9 @@ from torch import Tensor
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
+from linrnn.core.requirements import require_cuda, require_own_kernels, require_package
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
 from linrnn.losses.registry import UNLISTED
-from linrnn.losses.requirements import require_cuda, require_own_kernels, require_package
 
 _QUACK_CHUNKS = (1024, 2048, 8192)  # tokens; `quack` itself has QuACK's default, 4096
 _PAPER_VARIANTS = ("cce", "cce_kahan", "cce_kahan_full_c", "cce_kahan_full_e", "cce_exact")

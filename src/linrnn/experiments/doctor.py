@@ -10,8 +10,8 @@ from linrnn.config import load_config
 from linrnn.config.schema import Config
 from linrnn.core.errors import LinrnnError
 from linrnn.core.machine import GIB, free_disk
+from linrnn.core.requirements import c_compiler, cxx_compiler, has_python_headers
 from linrnn.losses import apple_variants, check_loss, loss_names
-from linrnn.losses.requirements import c_compiler, cxx_compiler, has_python_headers
 from linrnn.models import check_supported
 from linrnn.models.architecture import MODELS
 from linrnn.models.language_model import compute_dtype

@@ -26,7 +26,7 @@ from linrnn.core.errors import (
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started
-from linrnn.experiments.launching import launch
+from linrnn.experiments.cluster import run_on_cluster
 from linrnn.experiments.points import (
     ANSWERS,
     LOGS,
@@ -296,7 +296,7 @@ def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
     say(f"submitting {len(points)} jobs (cluster={config.cluster}); their files are in {directory}")
     problem, before = "the job left no summary", [point.summary() for point in points]
     try:
-        launch(run_alone, points, config.cluster, config.resources, directory.absolute())
+        run_on_cluster(run_alone, points, config.cluster, config.resources, directory.absolute())
     except LinrnnError:
         raise
     except Exception as error:  # submitit raises when a job was lost; the others have run

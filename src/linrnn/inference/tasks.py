@@ -11,8 +11,8 @@ from typing import Any
 from linrnn.config.schema import EvaluateConfig
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.core.files import write_text
+from linrnn.core.requirements import require_package, version_of
 from linrnn.inference.load import Trained
-from linrnn.losses.requirements import require_package, version_of
 
 
 def find_tasks(config: EvaluateConfig) -> Any:

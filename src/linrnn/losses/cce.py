@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError
+from linrnn.core.requirements import require_own_kernels
 from linrnn.losses.base import BF16, FP32, IGNORE_INDEX, OBJECTIVE, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import require_own_kernels
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import UnsupportedError
+from linrnn.core.requirements import require_cuda, require_package, require_torch_compile, require_triton, version_of
 from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import require_cuda, require_package, require_torch_compile, require_triton, version_of
 from linrnn.losses.standard import Compiled
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from linrnn.config.schema import LossConfig, option
+from linrnn.core.requirements import require_cuda, require_package, require_triton
 from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend, chunk_rows
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import require_cuda, require_package, require_triton
 from linrnn.losses.standard import Compiled
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig, option
+from linrnn.core.requirements import require_cuda, require_package, require_triton
 from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend, chunk_rows
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import require_cuda, require_package, require_triton
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
+from linrnn.core.requirements import require_torch_compile
 from linrnn.losses.base import FP32, IGNORE_INDEX, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
-from linrnn.losses.requirements import require_torch_compile
 
 if TYPE_CHECKING:
     import torch

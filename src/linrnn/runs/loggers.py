@@ -16,7 +16,7 @@ from linrnn.core.errors import UnsupportedError, described
 from linrnn.core.files import write_text
 from linrnn.core.output import say
 from linrnn.core.redaction import scrub
-from linrnn.losses.requirements import require_package
+from linrnn.core.requirements import require_package
 
 CONNECTION_SECONDS = 60  # how long a run waits for wandb's server at its start, and again at its end
 MOVES_SECONDS = 0.2  # between the places of the line that moves on a terminal

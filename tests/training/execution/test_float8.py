@@ -8,8 +8,8 @@ from fitting import fitted, losses
 from torch import nn
 
 from linrnn.config import load_config
+from linrnn.core import requirements
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.losses import requirements
 from linrnn.training.execution import float8
 from linrnn.training.plan import make_training_plan
 from linrnn.training.trainer import Trainer

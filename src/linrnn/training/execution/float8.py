@@ -12,7 +12,7 @@ from torch import nn
 
 from linrnn.config.schema import Config, FlaModelConfig
 from linrnn.core.errors import ConfigError, UnsupportedError
-from linrnn.losses.requirements import require_package
+from linrnn.core.requirements import require_package
 from linrnn.models.language_model import LanguageModel
 
 TORCHAO = "torchao>=0.17"

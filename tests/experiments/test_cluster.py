@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from linrnn.core.errors import ConfigError
-from linrnn.experiments.launching import launch
+from linrnn.experiments.cluster import run_on_cluster
 
 submitit = pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
 
@@ -28,7 +28,7 @@ def test_what_submitit_or_slurm_does_not_have_is_refused(cluster, resources, the
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=words):
-        launch(subprocess.check_call, [["touch", str(tmp_path / "a")]], cluster, resources, tmp_path)
+        run_on_cluster(subprocess.check_call, [["touch", str(tmp_path / "a")]], cluster, resources, tmp_path)
     assert not (tmp_path / "a").exists()
 
 
@@ -47,7 +47,7 @@ def test_a_job_gets_its_resources_and_may_be_queued_again(tmp_path, monkeypatch)
             return []
 
     monkeypatch.setattr(submitit, "AutoExecutor", Executor)
-    launch(subprocess.check_call, [["a=1"]], "local", {"slurm_partition": "gpu", "timeout_min": 5}, tmp_path)
+    run_on_cluster(subprocess.check_call, [["a=1"]], "local", {"slurm_partition": "gpu", "timeout_min": 5}, tmp_path)
     expected = {"cluster": "local", "slurm_partition": "gpu", "timeout_min": 5, "name": "linrnn"}
     assert asked == {**expected, "jobs": [["a=1"]], "again": (["a=1"],)}
 
@@ -55,5 +55,5 @@ def test_a_job_gets_its_resources_and_may_be_queued_again(tmp_path, monkeypatch)
 def test_every_job_ends_before_a_lost_one_is_told(tmp_path):
     jobs = [["false"], ["sh", "-c", f"sleep 1; touch '{tmp_path}/whole'"]]
     with pytest.raises(submitit.core.utils.FailedJobError, match="non-zero exit status"):
-        launch(subprocess.check_call, jobs, "local", {}, tmp_path)
+        run_on_cluster(subprocess.check_call, jobs, "local", {}, tmp_path)
     assert (tmp_path / "whole").exists()

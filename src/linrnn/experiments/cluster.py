@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from linrnn.core.errors import ConfigError, first_line
-from linrnn.losses.requirements import require_package
+from linrnn.core.requirements import require_package
 
 
-def launch(
+def run_on_cluster(
     function: Callable[[Any], Any], jobs: Sequence[Any], cluster: str, resources: Mapping[str, Any], directory: Path
 ) -> None:
     """Call `function(job)` once per job on a cluster; wait for all jobs.

@@ -1,4 +1,4 @@
-"""What a backend needs from the machine. Each `require_*` returns, or raises UnsupportedError with a remedy."""
+"""What losses, loggers and sweeps need from the machine. Each `require_*` raises UnsupportedError with a remedy."""
 
 from __future__ import annotations
 
