@@ -36,8 +36,8 @@ def searched(truth, forecast, gib: float, max_probes: int) -> tuple[list[int], A
         fits = peak <= gib * GIB
         return Probe(batch, fits, peak if fits else None, 100.0 if fits else None)
 
-    foreseen = None if forecast is None else bisect_right(range(1, 9999), gib * GIB, key=forecast)
-    return log, search(probe, foreseen, gib * GIB, max_probes)
+    estimated = None if forecast is None else bisect_right(range(1, 9999), gib * GIB, key=forecast)
+    return log, search(probe, estimated, gib * GIB, max_probes)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_forecast_wrong_by_up_to_a_quarter_ends_near_the_answer_within_seven_p
 @pytest.mark.parametrize(("fixed", "slope"), [(27, 4.6), (30, 0.35), (20, 1.2), (79.5, 1)])
 def test_without_formulas_what_is_measured_takes_their_place(fixed, slope):
     log, answer = searched(line(fixed, slope), None, 80, 6)
-    assert log[0] == 1, "nothing is foreseen"
-    assert (answer.batch, answer.foreseen, answer.exact) == (int((80 - fixed) / slope), None, True)
+    assert log[0] == 1, "nothing is estimated"
+    assert (answer.batch, answer.estimated, answer.exact) == (int((80 - fixed) / slope), None, True)
     assert "estimated unknown" in report(answer, on_gpu=True)[0]
 
 

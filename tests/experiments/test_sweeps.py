@@ -21,7 +21,7 @@ from linrnn.core.errors import ConfigError, InterruptedRun, SweepFailure, Unsupp
 from linrnn.core.machine import SHARED_GPU
 from linrnn.experiments import points as points_of_sweeps
 from linrnn.experiments import sweep as sweep_of_runs
-from linrnn.experiments.points import START_SECONDS, Point, foresee, write_summary
+from linrnn.experiments.points import START_SECONDS, Point, plan_points, write_summary
 from linrnn.experiments.sweep import _judge, in_another_process, listing, run_points, slots_of, threads_of
 from linrnn.runs.metrics import JsonlWriter
 from linrnn.runs.summary import duration
@@ -46,7 +46,7 @@ def make_points(small: Small) -> Callable[..., list[Point]]:
 
     def make(count: int, ranks: int = 1) -> list[Point]:
         options = ["loss=standard", *(["parallel=fsdp"] if ranks > 1 else [])]
-        return foresee([small(f"seed={seed}", *options) for seed in range(count)], ranks=ranks)
+        return plan_points([small(f"seed={seed}", *options) for seed in range(count)], ranks=ranks)
 
     return make
 
@@ -223,7 +223,7 @@ def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path):
 
 def test_what_cannot_run_here_is_foreseen_with_memory_and_reason(small):
     overrides = [small(f"model={m}", f"loss={loss}") for m, loss in (("gla", "liger"), ("kda", "standard"))]
-    liger, chunks, fine = foresee([overrides[0], [*overrides[1], "model.chunk_size=128"], overrides[1]])
+    liger, chunks, fine = plan_points([overrides[0], [*overrides[1], "model.chunk_size=128"], overrides[1]])
     assert "GPU" in liger.refusal
     assert "chunk_size=128" in chunks.refusal
     assert fine.refusal is None
@@ -240,7 +240,7 @@ def test_points_without_their_text_cannot_run_here(small, tmp_path):
     own = [override for override in small("loss=standard", "data=text") if "data.n_" not in override]
     own.append(f"data.path={tmp_path}/my.txt")
     absent = [f"{key}={tmp_path}/no.txt" for key in ("data.path", "data.valid_path")]
-    points = foresee([own, *([*own, override] for override in absent)])
+    points = plan_points([own, *([*own, override] for override in absent)])
     assert points[0].refusal is None
     for override, point in zip(absent, points[1:], strict=True):
         assert f"{override} does not exist" in point.refusal
@@ -251,7 +251,7 @@ def test_points_without_their_text_cannot_run_here(small, tmp_path):
 def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch):
     on_gpus = [["memory_budget_gib=80"], ["device=cuda"], ["loss=liger"], ["loss=standard"]]
     monkeypatch.setattr(plan, "available_memory", lambda: 2**20)
-    points = foresee([small(*overrides) for overrides in on_gpus])
+    points = plan_points([small(*overrides) for overrides in on_gpus])
     submitted: list[Point] = []
     monkeypatch.setattr(sweep_of_runs, "_look_ahead", lambda *_: (points, []))
     monkeypatch.setattr(sweep_of_runs, "launch", lambda _, jobs, *more: submitted.extend(jobs))
@@ -338,14 +338,14 @@ def test_too_few_gpus_are_refused(jobs, gpus, ranks, cause, remedy):
 
 def test_ranks_that_cannot_share_a_point_are_refused(small):
     with pytest.raises(ConfigError, match="2 ranks, and parallel=none is a run of one process"):
-        foresee([small("loss=standard")], ranks=2)
-    [uneven] = foresee([small("loss=standard", "parallel=fsdp", "parallel.shard_ranks=3")], ranks=2)
+        plan_points([small("loss=standard")], ranks=2)
+    [uneven] = plan_points([small("loss=standard", "parallel=fsdp", "parallel.shard_ranks=3")], ranks=2)
     assert "parallel.shard_ranks=3 does not divide 2 ranks" in uneven.refusal
     with pytest.raises(ConfigError, match="shard_ranks=4 does not divide 2 ranks"):  # its steps would hold 0 sequences
-        foresee([small("parallel=vocab", "parallel.shard_ranks=4", "trainer.max_tokens=9999")], ranks=2)
+        plan_points([small("parallel=vocab", "parallel.shard_ranks=4", "trainer.max_tokens=9999")], ranks=2)
     with pytest.raises(ConfigError, match=r"shard_ranks=4 does not divide 1 rank\n"):
         load_config(["parallel=vocab", "parallel.shard_ranks=4"]).parallel.data_ranks(1)
-    [single] = foresee([small("loss=standard", "parallel=fsdp")])
+    [single] = plan_points([small("loss=standard", "parallel=fsdp")])
     assert "sweep.ranks=N" in single.refusal
     assert "RANK" not in os.environ
 

@@ -13,7 +13,7 @@ from rank_process import as_rank
 
 from linrnn.config import last_of_each, load_config
 from linrnn.core.errors import LinrnnError
-from linrnn.experiments.points import foresee
+from linrnn.experiments.points import plan_points
 from linrnn.training import plan
 from linrnn.training.plan import lighter, make_training_plan
 from linrnn.training.runtime import resolve_precision
@@ -208,16 +208,16 @@ def test_a_state_beyond_a_gpu_is_refused_with_what_is_not_in_use(overrides, name
 def test_points_of_a_sweep_that_share_a_directory_do_not_with_the_remedy(shared, varied, remedy, small):
     points = [small(*shared, f"{varied}={value}") for value in (1, 2)]
     with pytest.raises(LinrnnError, match=f"the points {varied}=1 and {varied}=2 would share") as error:
-        foresee(points)
+        plan_points(points)
     assert remedy in error.value.remedy
     for way in ways(error.value.remedy):
-        assert len(foresee([last_of_each([*point, *way]) for point in points])) == 2
+        assert len(plan_points([last_of_each([*point, *way]) for point in points])) == 2
 
 
 def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(small):
     fitted(small("schedule.steps=100"))
     shorter = small("schedule.steps=100", "trainer.max_steps=2")
     with pytest.raises(LinrnnError, match="stops at 2") as error:
-        foresee([shorter])[0].is_answered(retry=False)
+        plan_points([shorter])[0].is_answered(retry=False)
     [way] = ways(error.value.remedy)
-    assert foresee([last_of_each([*shorter, *way])])[0].is_answered(retry=False)
+    assert plan_points([last_of_each([*shorter, *way])])[0].is_answered(retry=False)

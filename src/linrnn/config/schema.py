@@ -511,7 +511,7 @@ class FindMaxBatchConfig:
     probe_steps: int = option(8, "steps of a probe, enough for the optimizer's state and fragmentation", minimum=3)
     warmup_steps: int = option(3, "first steps of a probe, left out of tokens/s and of the measured peak", minimum=1)
     max_probes: int = option(7, "maximum number of training runs", minimum=1)
-    dry_run: bool = option(False, "true: only print the batch that the formulas foresee")
+    dry_run: bool = option(False, "true: only print the batch that the formulas estimate")
     gpu: str | None = gpu()
     ranks: int = option(1, "processes of each probe, one per GPU; more need parallel=fsdp, ddp or vocab", minimum=1)
     group: str = option("max_batch", "probes lie in <results_dir>/<group>/, answers in answers/", pattern=PLAIN_NAME)

@@ -1,4 +1,4 @@
-"""GPUs for which a run can be foreseen without having one, and the time of a step there.
+"""GPUs for which a run can be estimated without having one, and the time of a step there.
 
 A step's time is a sum: matrix products and recurrences at a share of the peak, and the bytes of activations, loss and
 optimizer state at a share of the memory's bandwidth. The shares were fitted to the committed rows of whole steps of
@@ -73,5 +73,5 @@ def step_seconds(gpu: Gpu, arch: Architecture, config: Config, precision: str, r
 
 
 def uncertainty(gpu: Gpu) -> float:
-    """By how much of itself a foreseen time may be wrong."""
+    """By how much of itself an estimated time may be wrong."""
     return MEASURED_RANGE if gpu.is_measured else OTHER_RANGE

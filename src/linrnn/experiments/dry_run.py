@@ -71,7 +71,7 @@ def _memory(plan: Plan, arch: Architecture) -> list[str]:
         why = UNKNOWN if trainer.float8 == "none" else "unknown: the formulas describe bf16, not trainer.float8"
         return ["", heading, *memory_lines(plan.training_state(arch)), f"  all else                 {why}"]
     if trainer.compile != "none":
-        heading += "\n  as with trainer.compile=none, by whose formulas compiled blocks are foreseen"
+        heading += "\n  as with trainer.compile=none, by whose formulas compiled blocks are estimated"
     lines = memory_lines(estimate.components())
     return ["", heading, *lines[:-1], f"{lines[-1]}  (the most that is held at once: not the sum)"]
 
@@ -139,7 +139,7 @@ def _time(plan: Plan, arch: Architecture) -> list[str]:
 
 
 def largest_batch(plan: Plan, arch: Architecture, budget_bytes: float, unit: int = 1) -> int | None:
-    """The largest trainer.batch_size, in units, whose step the formulas foresee within the budget; None: no formulas.
+    """The largest trainer.batch_size, in units, whose step the formulas expect within the budget; None: no formulas.
 
     Args:
         unit: what trainer.batch_size is a multiple of, such as the ranks that share sequences (parallel=vocab).

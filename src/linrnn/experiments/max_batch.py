@@ -49,7 +49,7 @@ class Answer:
 
     batch: int  # the largest that fitted; 0 if none did
     too_large: int | None  # the smallest that did not fit; None if all did
-    foreseen: int | None  # the largest by the formulas, before any probe; None without formulas
+    estimated: int | None  # the largest by the formulas, before any probe; None without formulas
     probes: tuple[Probe, ...]  # in the order in which they ran
 
     @property
@@ -58,7 +58,7 @@ class Answer:
         return self.too_large == self.batch + 1
 
 
-def search(probe: Callable[[int], Probe], foreseen: int | None, budget_bytes: float, max_probes: int) -> Answer:
+def search(probe: Callable[[int], Probe], estimated: int | None, budget_bytes: float, max_probes: int) -> Answer:
     """The largest batch for which `probe` fits, in at most `max_probes` probes.
 
     The first probe is the forecast, or one sequence. While all fit, the batch grows to where the measured peaks reach
@@ -67,10 +67,10 @@ def search(probe: Callable[[int], Probe], foreseen: int | None, budget_bytes: fl
 
     Args:
         probe: runs a batch.
-        foreseen: the largest batch by formulas; None: unknown.
+        estimated: the largest batch by formulas; None: unknown.
     """
     probes: list[Probe] = []
-    fitting, failing, batch = 0, None, max(foreseen or 1, 1)
+    fitting, failing, batch = 0, None, max(estimated or 1, 1)
     while len(probes) < max_probes and failing != fitting + 1:
         probes.append(probe(batch))
         fitting, failing = (batch, failing) if probes[-1].fits else (fitting, batch)
@@ -81,7 +81,7 @@ def search(probe: Callable[[int], Probe], foreseen: int | None, budget_bytes: fl
             batch = max(guess, fitting + 1)
         else:
             batch = failing - 1 if len(probes) == 1 else (fitting + failing) // 2
-    return Answer(fitting, failing, foreseen, tuple(probes))
+    return Answer(fitting, failing, estimated, tuple(probes))
 
 
 def _by_peaks(probes: Sequence[Probe], budget: float) -> int | None:
@@ -131,12 +131,12 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     unit = ranks // of_one.parallel.data_ranks(ranks)  # trainer.batch_size of one sequence a rank
     of_one.trainer.batch_size, of_one.dry_run = unit, config.dry_run
     if config.dry_run:
-        foreseen = _look_ahead(of_one, config)[1]
+        estimated = _look_ahead(of_one, config)[1]
         where = costs.GPUS[config.gpu].name if config.gpu else "a GPU"
-        say(f"estimated for {where} with {budget:.1f} GiB: {_sequences(foreseen)}{' a rank' * (ranks > 1)}")
+        say(f"estimated for {where} with {budget:.1f} GiB: {_sequences(estimated)}{' a rank' * (ranks > 1)}")
         say("nothing was run or written")
-        return Answer(foreseen or 0, None, foreseen, ())
-    on_gpu, foreseen, environment = in_another_process(_look_ahead, of_one, config)
+        return Answer(estimated or 0, None, estimated, ())
+    on_gpu, estimated, environment = in_another_process(_look_ahead, of_one, config)
     of_probes += [f"memory_budget_gib={budget}"] * on_gpu
 
     def probe(batch: int) -> Probe:
@@ -145,8 +145,8 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
         say(f"  {result}")
         return result
 
-    say(f"budget {budget:g} GiB; estimated: {_sequences(foreseen)}")
-    answer = search(probe, foreseen, budget * GIB, config.max_probes)
+    say(f"budget {budget:g} GiB; estimated: {_sequences(estimated)}")
+    answer = search(probe, estimated, budget * GIB, config.max_probes)
     for line in report(answer, on_gpu, ranks):
         say(line)
     run = load_config([*overrides, f"group={config.group}", f"results_dir={config.results_dir}"])
@@ -171,8 +171,8 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Sa
     return answer
 
 
-def _sequences(foreseen: int | None) -> str:
-    return "unknown" if foreseen is None else f"{foreseen} sequences"
+def _sequences(estimated: int | None) -> str:
+    return "unknown" if estimated is None else f"{estimated} sequences"
 
 
 def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int | None, dict[str, Any]]:
@@ -192,9 +192,9 @@ def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int |
     with as_first_of(ranks):
         plan = make_training_plan(of_one)
         on_gpu, arch = plan.device.type == "cuda", plan.architecture(vocabulary_size(of_one.data))
-        foreseen = largest_batch(plan, arch, budget * GIB, of_one.trainer.batch_size)
+        estimated = largest_batch(plan, arch, budget * GIB, of_one.trainer.batch_size)
         if config.dry_run:
-            return on_gpu, foreseen, {}
+            return on_gpu, estimated, {}
         if on_gpu:
             check_gpus(ranks, torch.cuda.device_count())
             check_memory_budget(budget, plan.device)
@@ -205,7 +205,7 @@ def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int |
             f"memory_budget_gib={budget:g}{each} is more than the {there / GIB:.1f} GiB of memory that are free here",
             f"use memory_budget_gib={there * 0.9 / ranks / GIB:.1f} or less, or a machine with a GPU",
         )
-    return on_gpu, foreseen, describe_environment()
+    return on_gpu, estimated, describe_environment()
 
 
 def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, environment: dict[str, Any]) -> Probe:
@@ -237,8 +237,8 @@ def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, env
 def report(answer: Answer, on_gpu: bool, ranks: int = 1) -> list[str]:
     """The answer for people."""
     bound = "" if answer.exact else f" (at least; {answer.too_large or 'none'} is the smallest seen not to fit)"
-    foreseen = "unknown" if answer.foreseen is None else answer.foreseen
-    lines = [f"largest batch: {answer.batch} sequences{bound}, estimated {foreseen}, {len(answer.probes)} probes"]
+    estimated = "unknown" if answer.estimated is None else answer.estimated
+    lines = [f"largest batch: {answer.batch} sequences{bound}, estimated {estimated}, {len(answer.probes)} probes"]
     lines += [f"  {probe}" for probe in answer.probes if probe.batch == answer.batch]
     if answer.batch == 0:
         more = "or choose a smaller size" if answer.exact else "or raise max_probes (why: train.log)"

@@ -1,4 +1,4 @@
-"""One point of a sweep: foresee its needs, run it in processes of its own, turn any end of them into a status."""
+"""One point of a sweep: estimate its needs, run it in processes of its own, turn any end of them into a status."""
 
 import contextlib
 import ctypes
@@ -98,8 +98,8 @@ def point_of(overrides: Sequence[str], ranks: int = 1, label: str = "") -> Point
     return Point(tuple(last_of_each(overrides)), config, directory, label or directory.name, ranks, steps)
 
 
-# -------------------------------------------------------------------------------------------------------- foresee
-def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
+# ----------------------------------------------------------------------------------------------------------- plan
+def plan_points(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
     """Name every point, estimate its memory and time, and check whether it can run.
 
     A point with the configuration of an earlier one is dropped. Call this in a separate process, since it may
@@ -120,7 +120,7 @@ def foresee(points: Sequence[Sequence[str]], ranks: int = 1) -> list[Point]:
             point = point_of(overrides, ranks, " ".join(one for one in overrides if one not in common))
             first = found.get(point.directory)
             if first is None:
-                found[point.directory] = _foresee(point)
+                found[point.directory] = _plan_point(point)
             elif first.config != point.config:
                 raise _shared_directory(first, point)
     return list(found.values())
@@ -135,7 +135,7 @@ def _shared_directory(first: Point, second: Point) -> ConfigError:
     return ConfigError(f"the points {first.label} and {second.label} would share {first.directory}", remedy)
 
 
-def _foresee(point: Point) -> Point:
+def _plan_point(point: Point) -> Point:
     import torch
 
     from linrnn.data import vocabulary_size

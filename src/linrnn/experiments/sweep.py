@@ -34,7 +34,7 @@ from linrnn.experiments.points import (
     START_SECONDS,
     Point,
     Process,
-    foresee,
+    plan_points,
     write_summary,
 )
 from linrnn.report.targets import parse_target, store_targets
@@ -99,7 +99,7 @@ def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point
     """The points, and the GPUs as CUDA_VISIBLE_DEVICES names them. In one process: it takes seconds to start."""
     import torch
 
-    found = foresee(points, ranks)
+    found = plan_points(points, ranks)
     elsewhere = all(point.config.gpu or point.config.device == "cpu" for point in found)
     count = 0 if elsewhere else torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -129,10 +129,10 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
         memory = "unknown" if point.memory_bytes is None else f"{point.memory_bytes / GIB:.2f}"
         seconds = "unknown" if point.seconds is None else duration(point.seconds)
         lines.append(f"{point.label:<{width}}  {memory:>11}  {seconds:>8}  {state}")
-    foreseen = [point.seconds for point in ahead if point.seconds is not None]
+    known = [point.seconds for point in ahead if point.seconds is not None]
     in_all = ""
-    if foreseen and len(foreseen) == len(ahead):
-        in_all = f"; in all {duration(max(sum(foreseen) / at_a_time, *foreseen))}"
+    if known and len(known) == len(ahead):
+        in_all = f"; in all {duration(max(sum(known) / at_a_time, *known))}"
     where = points[0].config.gpu or "a GPU in this machine's precision"
     of_one = f"; each point has {points[0].ranks} ranks, and its memory is that of one" * (points[0].ranks > 1)
     return [

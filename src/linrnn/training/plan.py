@@ -206,23 +206,23 @@ def check_step_fits(plan: Plan, arch: Architecture) -> str | None:
         _check_memory(processes * state, what, "a smaller size")  # a smaller batch would not help
         _check_memory(processes * least, what, lighter(plan.config))
         return None
-    foreseen = costs.GPUS[plan.config.gpu] if plan.config.gpu else None
-    total = int(foreseen.memory_bytes) if foreseen else torch.cuda.get_device_properties(plan.device).total_memory
+    gpu = costs.GPUS[plan.config.gpu] if plan.config.gpu else None  # that of a forecast
+    total = int(gpu.memory_bytes) if gpu else torch.cuda.get_device_properties(plan.device).total_memory
     budget = plan.config.memory_budget_gib
-    there = total if budget is None else min(total, int(budget * GIB))
-    name = ("this GPU" if foreseen is None else foreseen.name) if budget is None else "memory_budget_gib"
-    if state > there:
+    limit = total if budget is None else min(total, int(budget * GIB))
+    name = (gpu.name if gpu else "this GPU") if budget is None else "memory_budget_gib"
+    if state > limit:
         sharded = isinstance(plan.config.parallel, FsdpConfig)
         ways = ["a smaller size", "more GPUs" if sharded else "parallel=fsdp on several GPUs"]
         ways += ["a larger memory_budget_gib"] * (budget is not None)
         ways += ["trainer.precision=bf16"] * (plan.precision != "bf16" and not sharded)  # some do not shard with it
         raise OutOfMemoryError(
-            f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {there / GIB:.1f}",
+            f"parameters, gradients and optimizer state alone need {state / GIB:.1f} GiB, {name} has {limit / GIB:.1f}",
             f"use {' or '.join(ways)}",
         )
-    if estimate and estimate.peak > there:
+    if estimate and estimate.peak > limit:
         needed = f"a step is estimated to need {estimate.peak / GIB:.1f} GiB ({parts})"
-        return f"{needed}, {name} has {there / GIB:.1f}{': it is tried all the same' * (not foreseen)}"
+        return f"{needed}, {name} has {limit / GIB:.1f}{': it is tried all the same' * (not gpu)}"
     return None
 
 
@@ -243,9 +243,9 @@ def lighter(config: Config) -> str:
 
 def _check_memory(needed: int, what: str, remedy: str) -> None:
     """On a CPU, reject `what` (a sentence with the expected figure) if it needs more bytes than are free."""
-    there = available_memory()
-    if there is not None and needed > there:
-        cause = f"{what}, and {there / GIB:.1f} GiB of memory are free here"
+    free = available_memory()
+    if free is not None and needed > free:
+        cause = f"{what}, and {free / GIB:.1f} GiB of memory are free here"
         raise UnsupportedError(cause, f"use {remedy}; or free memory, or use a GPU or a larger machine")
 
 
