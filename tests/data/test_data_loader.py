@@ -43,15 +43,15 @@ def test_labels_are_the_next_tokens_and_an_epoch_visits_every_block_once(shards)
     seq_len = 16
     loader = BatchLoader(shards, seq_len=seq_len, batch_size=1, seed=1)
     for _ in range(2):
-        batches = take(loader, loader.n_blocks)
+        batches = take(loader, loader.n_sequences)
         for batch in batches:
             assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
             assert batch.n_tokens == seq_len
             assert torch.equal(batch.labels, batch.input_ids + 1)
         starts = [row[0] for row in rows(batches)]
-        assert sorted(starts) == list(range(0, loader.n_blocks * seq_len, seq_len))
+        assert sorted(starts) == list(range(0, loader.n_sequences * seq_len, seq_len))
         assert starts != sorted(starts)
-    assert loader.n_blocks == (shards.n_tokens - 1) // seq_len
+    assert loader.n_sequences == (shards.n_tokens - 1) // seq_len
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_every_rank_knows_how_many_labels_a_step_of_all_ranks_holds(reset, world
         for rank in range(world_size)
     ]
     counts = set()
-    for _ in range(2 * loaders[0].n_blocks // (10 * world_size) + 2):
+    for _ in range(2 * loaders[0].n_sequences // (10 * world_size) + 2):
         foreseen = {loader.labels_ahead(2) for loader in loaders}
         assert foreseen == {sum(batch.n_tokens for loader in loaders for batch in take(loader, 2))}
         counts |= foreseen
@@ -208,8 +208,8 @@ def test_a_validation_pass_reads_the_share_of_each_source(mixture, max_tokens, o
 
 def test_text_shorter_than_one_block_is_refused_with_both_lengths(tmp_path):
     shards = shard_set(tmp_path / "set", [np.arange(100)])
-    assert BatchLoader(shards, seq_len=99, batch_size=8, seed=0).n_blocks == 1
-    with pytest.raises(DataError, match="100 tokens, one block needs 101"):
+    assert BatchLoader(shards, seq_len=99, batch_size=8, seed=0).n_sequences == 1
+    with pytest.raises(DataError, match="100 tokens, one sequence needs 101"):
         BatchLoader(shards, seq_len=100, batch_size=1, seed=0)
 
 

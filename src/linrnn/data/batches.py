@@ -1,11 +1,12 @@
-"""Turn a long sequence of tokens into batches of blocks. Labels are shifted here and nowhere else.
+"""Cut a long text of tokens into sequences, and put these into batches. Labels are shifted here and nowhere else.
 
-Block k holds tokens [kT, kT + T]. Its inputs are the first T tokens, its labels the last T. So an epoch predicts every
-token once, except the very first (and, in training, a tail shorter than T).
+Sequence k holds tokens [kT, kT + T]. Its inputs are the first T tokens, its labels the last T. So an epoch predicts
+every token once, except the very first (and, in training, a tail shorter than T).
 
-An epoch visits every block once, in an order that depends only on the seed and the epoch's number. All epochs together
-form one endless sequence of rows. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B). Of these,
-rank r takes those at r, r + W, r + 2W and so on. A run is therefore continued from one number, on any number of ranks.
+An epoch visits every sequence once, in an order that depends only on the seed and the epoch's number. All epochs form
+one endless list of rows, a sequence each. With B rows on each of W ranks, step i takes rows [i·W·B, (i + 1)·W·B). Of
+these, rank r takes those at r, r + W, r + 2W and so on. A run is therefore continued from one number, on any number of
+ranks.
 
 In a mixture each row belongs to a source, which only the row's number and the shares decide: the source whose rows lag
 its share most. Each source has its own epochs, so a small one begins again while a large one goes on.
@@ -60,10 +61,10 @@ class BatchLoader:
             never predicted from the document before it.
 
     Attributes:
-        n_blocks: sequences of an epoch; of a mixture, of all sources together.
+        n_sequences: sequences of an epoch; of a mixture, of all sources together.
 
     Raises:
-        DataError: the text, or one source's, is shorter than one block.
+        DataError: the text, or one source's, is shorter than one sequence.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class BatchLoader:
         world_size: int = 1,
         reset_at_document: bool = False,
     ) -> None:
-        self._blocks_of = [(part.n_tokens - 1) // seq_len for part in shards.parts]
-        self.n_blocks = sum(self._blocks_of)
-        for part, n_blocks in zip(shards.parts, self._blocks_of, strict=True):
-            if n_blocks < 1:
+        self._sequences_of = [(part.n_tokens - 1) // seq_len for part in shards.parts]
+        self.n_sequences = sum(self._sequences_of)
+        for part, n_sequences in zip(shards.parts, self._sequences_of, strict=True):
+            if n_sequences < 1:
                 raise DataError(
-                    f"{part.name} has {part.n_tokens:,} tokens, one block needs {seq_len + 1:,}",
+                    f"{part.name} has {part.n_tokens:,} tokens, one sequence needs {seq_len + 1:,}",
                     f"lower trainer.seq_len below {max(part.n_tokens, 2):,} or give more text",
                 )
         self._cycle = cycle_of([part.weight for part in shards.parts])
@@ -123,13 +124,13 @@ class BatchLoader:
     def remark(self, n_rows: int) -> str | None:
         """How often `n_rows` sequences, over all ranks, pass over each source of a mixture; None for one text."""
         shares = self._rows_in_cycle / len(self._cycle)
-        of_sources = zip(self._shards.parts, self._blocks_of, shares, strict=True)
-        epochs = [f"{n_rows * share / blocks:.2f} epochs of {part.name}" for part, blocks, share in of_sources]
+        of_sources = zip(self._shards.parts, self._sequences_of, shares, strict=True)
+        epochs = [f"{n_rows * share / length:.2f} epochs of {part.name}" for part, length, share in of_sources]
         return f"{n_rows:,} sequences are {', '.join(epochs)}" if len(epochs) > 1 else None
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the rows taken so far over all ranks, and the identity of these rows."""
-        return {"epoch": self._rows_done // self.n_blocks, "rows": self._rows_done, **self._identity()}
+        return {"epoch": self._rows_done // self.n_sequences, "rows": self._rows_done, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after the batch at which `state` was taken, with any world size.
@@ -161,7 +162,7 @@ class BatchLoader:
         for number, part in enumerate(self._shards.parts):
             mine = self._cycle[places] == number
             taken = cycles[mine] * self._rows_in_cycle[number] + self._before[places[mine]]
-            epochs, positions = np.divmod(taken, self._blocks_of[number])
+            epochs, positions = np.divmod(taken, self._sequences_of[number])
             for epoch in np.unique(epochs):
                 here = epochs == epoch
                 positions[here] = self._epoch_order(number, int(epoch))[positions[here]]
@@ -173,7 +174,7 @@ class BatchLoader:
             # NumPy never changes RandomState's stream. A Generator's may change between versions.
             seeds = [self._seed, epoch, *([part] if part else [])]
             source = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
-            self._orders[part] = (epoch, source.permutation(self._blocks_of[part]))
+            self._orders[part] = (epoch, source.permutation(self._sequences_of[part]))
         return self._orders[part][1]
 
 
@@ -199,7 +200,7 @@ def make_batch(
     reset_at_document: bool,
     stop: np.ndarray | None = None,
 ) -> Batch:
-    """The batch of the blocks that begin at tokens `starts`.
+    """The batch of the sequences that begin at tokens `starts`.
 
     Args:
         starts: (B,) first input token of each row. A row that begins at or beyond `stop` - 1 predicts nothing.

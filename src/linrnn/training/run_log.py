@@ -70,7 +70,7 @@ class RunLog:
     """The files, console and wandb mirror of one process of a run, and its measurements.
 
     Args:
-        blocks: sequences of the training data, for the epoch.
+        sequences: of the training data in one epoch.
 
     Attributes:
         recent_losses: of the latest steps, nats.
@@ -88,10 +88,10 @@ class RunLog:
         data: PreparedData,
         model: LanguageModel,
         optimizer: torch.optim.Optimizer,
-        blocks: int,
+        sequences: int,
     ) -> None:
         self._plan, self._config, self._directory, self._ranks = plan, plan.config, directory, ranks
-        self._architecture, self._data, self._blocks = architecture, data, blocks
+        self._architecture, self._data, self._sequences = architecture, data, sequences
         self._console = Console()
         self._tensorboard: TensorboardMirror | None = None
         self._pending: StepRecord | None = None  # the latest step's, whose scalars are on their way
@@ -283,7 +283,7 @@ class RunLog:
 
     def _epochs(self, step: int) -> float:
         """Passes over the training data after `step` steps."""
-        return step * self._plan.sequences_per_step / self._blocks
+        return step * self._plan.sequences_per_step / self._sequences
 
     def _wall_seconds(self) -> float:
         """Wall-clock seconds of all processes of the run so far, without the time between processes."""

@@ -93,7 +93,7 @@ class Trainer:
         self._config_yaml = to_yaml(config)
         self.log = RunLog(
             self.plan, self.directory, self.ranks, self.architecture, self.data, self.model, self.optimizer,
-            blocks=self.loader.n_blocks,
+            sequences=self.loader.n_sequences,
         )  # fmt: skip
 
     def _build(self, weights: starting.Weights | None) -> None:
