@@ -8,7 +8,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from linrnn.config import CONFIG_DIR, data_for, identity, load_config, read_config, run_name, settings, to_yaml
+from linrnn.config import (
+    CONFIG_DIR,
+    data_for,
+    identity,
+    load_config,
+    operational_settings,
+    read_config,
+    run_name,
+    to_yaml,
+)
 from linrnn.config.compose import compose_config, menu_of, options_of
 from linrnn.config.manual import manual_of, manual_of_command
 from linrnn.config.schema import COMMANDS, MUST_BE_GIVEN, SCHEMAS, option
@@ -100,7 +109,8 @@ def test_how_a_run_is_watched_and_kept_is_no_part_of_its_name():
     assert identity(plain) == identity(other)
     assert run_name(plain) == run_name(other)
     keys = {change.split("=")[0] for change in changes}
-    assert {key for key, value in settings(plain).items() if settings(other)[key] != value} == keys
+    before, after = operational_settings(plain), operational_settings(other)
+    assert {key for key in before if before[key] != after[key]} == keys
 
 
 def test_the_end_of_the_schedule_is_in_the_name_and_the_end_of_the_run_is_not():

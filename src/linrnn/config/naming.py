@@ -46,15 +46,15 @@ _MAX_LENGTH = 80
 
 
 def identity(config: Config, world_size: int = 1) -> dict[str, Any]:
-    """Every key of a run's identity with its value: :func:`choices` without the places of the data.
+    """Every key of a run's identity with its value: :func:`hyperparameters` without the places of the data.
 
     Raises:
-        ConfigError: as :func:`choices`.
+        ConfigError: as :func:`hyperparameters`.
     """
-    return {key: value for key, value in choices(config, world_size).items() if key not in _DATA}
+    return {key: value for key, value in hyperparameters(config, world_size).items() if key not in _DATA}
 
 
-def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
+def hyperparameters(config: Config, world_size: int = 1) -> dict[str, Any]:
     """Every key that decides what a run computes, with its value. Paths are resolved, so their spelling is no choice.
 
     The schedule's end is given as a step. A constant schedule has no end of its own: it goes as far as the run.
@@ -63,8 +63,8 @@ def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
     Raises:
         ConfigError: the run has no end, or its schedule ends before it (:func:`linrnn.config.steps.horizon`).
     """
-    operational = settings(config)
-    values = {key: value for key, value in leaves(dataclasses.asdict(config)) if key not in operational}
+    ignored = operational_settings(config)
+    values = {key: value for key, value in leaves(dataclasses.asdict(config)) if key not in ignored}
     values |= paths(config)
     if values.get("data.sources"):
         del values["data.path"]
@@ -77,7 +77,7 @@ def choices(config: Config, world_size: int = 1) -> dict[str, Any]:
     return values
 
 
-def settings(config: Config) -> dict[str, Any]:
+def operational_settings(config: Config) -> dict[str, Any]:
     """Every operational key with its value. Two processes of one run may differ in these."""
     values = leaves(dataclasses.asdict(config))
     return {key: value for key, value in values if key in OPERATIONAL or key.startswith("logger.")}
@@ -123,7 +123,7 @@ def run_name(config: Config, world_size: int = 1) -> str:
         *(name for group, name in named.items() if name != menu[group]),
         *(
             f"{_SHORT.get(key, key.rsplit('.', 1)[-1] + '_')}{_word(value)}"
-            for key, value in choices(config, world_size).items()
+            for key, value in hyperparameters(config, world_size).items()
             if key != "seed" and defaults.get(key, "(absent)") != value
         ),
     ]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from linrnn.config import CONFIG_DIR, settings
+from linrnn.config import CONFIG_DIR, operational_settings
 from linrnn.config.schema import Config
 from linrnn.core.dates import utc_now
 from linrnn.core.machine import cores
@@ -90,7 +90,7 @@ def describe_process(config: Config, from_step: int, continues: dict[str, Any] |
         "ended": None,
         "from_step": from_step,
         "to_step": None,
-        "settings": settings(config),
+        "settings": operational_settings(config),
         "continues": continues,
     }
 

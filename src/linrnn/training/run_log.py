@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from linrnn import costs
-from linrnn.config.naming import choices
+from linrnn.config.naming import hyperparameters
 from linrnn.core.errors import DivergedError, LinrnnError, described, first_line
 from linrnn.core.machine import GIB, busy_with_others, gpu_is_shared
 from linrnn.data import PreparedData
@@ -143,7 +143,7 @@ class RunLog:
             tags=[getattr(config, group).name for group in ("model", "size", "loss", "data")],
             name=directory.path.name,
             group=config.group,
-            config=choices(config, self._plan.world_size),
+            config=hyperparameters(config, self._plan.world_size),
         )
 
     def announce(self, *notes: str | None) -> None:
