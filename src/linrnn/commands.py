@@ -75,14 +75,14 @@ def find_max_batch(config: FindMaxBatchConfig, overrides: list[str]) -> None:
     """Find the largest batch for a memory budget."""
     from linrnn.experiments.max_batch import find_max_batch
 
-    find_max_batch(config, overrides, say)
+    find_max_batch(config, overrides)
 
 
 def sweep(config: RunSweepConfig, overrides: list[str]) -> None:
     """Run many runs, each in its own process, and skip finished ones."""
     from linrnn.experiments.sweep import run_sweep
 
-    run_sweep(config, overrides, say)
+    run_sweep(config, overrides)
 
 
 # ------------------------------------------------------------------------------------ data, this machine, runs, reports

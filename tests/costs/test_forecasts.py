@@ -14,8 +14,8 @@ from linrnn.config import load_config
 from linrnn.config.schema import GPUS, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError
 from linrnn.core.machine import GIB
+from linrnn.experiments import max_batch
 from linrnn.experiments.dry_run import largest_batch, print_forecast
-from linrnn.experiments.max_batch import find_max_batch
 from linrnn.models.architecture import resolve
 from linrnn.training.plan import make_training_plan
 
@@ -91,11 +91,12 @@ def test_the_largest_batch_is_the_one_that_searches_found(loss, checkpointing, l
     assert abs(found - largest) <= max(1, 0.05 * largest)
 
 
-def test_a_search_is_foreseen_without_a_gpu():
+def test_a_search_is_estimated_without_a_gpu(monkeypatch):
     said: list[str] = []
     line = LINE[:-1]
     config = FindMaxBatchConfig(dry_run=True, gpu="h100")
-    answer = find_max_batch(config, [*line, "loss=cce_kahan"], said.append)
+    monkeypatch.setattr(max_batch, "say", said.append)
+    answer = max_batch.find_max_batch(config, [*line, "loss=cce_kahan"])
     assert answer.estimated in (13, 14)
     assert f"estimated for NVIDIA H100 80GB HBM3 with 79.2 GiB: {answer.estimated} sequences" in said
 

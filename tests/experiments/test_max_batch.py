@@ -7,6 +7,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from linrnn.config import load_config
 from linrnn.config.cli import split_overrides
 from linrnn.core.errors import ConfigError
 from linrnn.experiments import max_batch
-from linrnn.experiments.max_batch import Answer, Probe, find_max_batch, report, search
+from linrnn.experiments.max_batch import Answer, Probe, report, search
 from linrnn.experiments.points import Point, write_summary
 
 GIB = 2**30
@@ -99,7 +100,8 @@ def find(overrides: list[str], *own: str, say: Callable[[str], None] = print) ->
     """The command in this process."""
     overrides = [override for override in overrides if not override.startswith("trainer.max_steps")]
     own_keys, runs = split_overrides([*overrides, *own], "find_max_batch")
-    return find_max_batch(load_config(own_keys, "find_max_batch"), runs, say)
+    with patch.object(max_batch, "say", say):
+        return max_batch.find_max_batch(load_config(own_keys, "find_max_batch"), runs)
 
 
 @pytest.mark.usefixtures("quick_points")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ def said_by_sweep(*overrides: str) -> list[str]:
     """The command's output. The command runs in this process; its points run in their own."""
     own, runs = split_overrides(overrides, "run_sweep")
     said: list[str] = []
-    sweep.run_sweep(load_config(own, "run_sweep"), runs, said.append)
+    with patch.object(sweep, "say", said.append):
+        sweep.run_sweep(load_config(own, "run_sweep"), runs)
     return said
 
 
@@ -62,7 +64,7 @@ def test_a_sweep_stores_its_targets_beside_its_runs_and_refuses_a_wrong_one(smal
     config = load_config(own, "run_sweep")
     config.sweep.targets = [{"metric": "train_los", "within": 0.01}]
     with pytest.raises(ConfigError, match=r"(?s)train_los.*nearest: train_loss_nats"):
-        sweep.run_sweep(config, runs, print)
+        sweep.run_sweep(config, runs)
 
 
 def shared(*more: str) -> list[str]:

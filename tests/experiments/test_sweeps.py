@@ -59,8 +59,8 @@ def scripts(**by_seed: str) -> Callable[[Point], Sequence[str]]:
 def run(points: Sequence[Point], slots: Sequence[dict[str, str]] = ({},), **by_seed: str) -> list[str]:
     said: list[str] = []
     commands = patch.object(points_of_sweeps, "command_of", scripts(**by_seed))
-    with commands, patch.object(sweep_of_runs, "REPORT_SECONDS", 0.1):
-        run_points(points, slots, said.append)
+    with commands, patch.object(sweep_of_runs, "REPORT_SECONDS", 0.1), patch.object(sweep_of_runs, "say", said.append):
+        run_points(points, slots)
     return said
 
 
@@ -87,7 +87,7 @@ def test_a_crash_and_a_kill_leave_a_summary_with_the_reason_and_the_others_go_on
     assert "SIGKILL" in points[2].summary()["reason"]
     assert any("[4/4 done] seed=3: finished: 10 tokens/s, 1.00 GiB" in line for line in said)
     with pytest.raises(SweepFailure, match=r"2 of 4 points.*seed=0 \(failed\), seed=2 \(failed\)") as failure:
-        _judge(points, print)
+        _judge(points)
     assert failure.value.exit_code == 8
     logs = points[0].log.parent
     assert failure.value.remedy == f"the reasons are in {logs}/*.log; the same command runs them again"
@@ -122,7 +122,7 @@ if not pathlib.Path({str(began)!r}).exists():
     assert not [line for line in said if "failed" in line]
 
 
-def test_running_again_runs_only_what_has_no_answer(make_points):
+def test_running_again_runs_only_what_has_no_answer(make_points, monkeypatch):
     points = make_points(3)
     run(points[:1])
     finished = points[0].summary()
@@ -135,15 +135,16 @@ def test_running_again_runs_only_what_has_no_answer(make_points):
     write_summary(points[2], "failed", "a crash")
     assert not points[2].is_answered(retry=False)
     said: list[str] = []
-    _judge(points[:2], said.append)  # a point that does not fit into memory is an outcome, no failure
+    monkeypatch.setattr(sweep_of_runs, "say", said.append)
+    _judge(points[:2])  # a point that does not fit into memory is an outcome, no failure
     assert said[0] == "1 finished, 1 out_of_memory; retry=true repeats out_of_memory and diverged"
     assert said[1].startswith(f"compare the runs: python scripts/report.py group={points[0].config.group} ")
     with pytest.raises(SweepFailure, match="1 of 3 points did not finish: seed=2") as failure:
-        _judge(points, print)
+        _judge(points)
     assert failure.value.exit_code == 8
     write_summary(points[2], "diverged", "NaN")
     with pytest.raises(SweepFailure) as failure:
-        _judge(points, print)
+        _judge(points)
     assert failure.value.exit_code == 6
 
 
@@ -152,10 +153,10 @@ def test_a_sweep_without_a_point_that_can_run_here_says_so(make_points):
     for point in points:
         write_summary(point, "unsupported", "no GPU")
     with pytest.raises(UnsupportedError, match="none of 2 points can run here") as refusal:
-        _judge(points, print)
+        _judge(points)
     assert refusal.value.exit_code == 4
     run(points[:1])
-    _judge(points, print)  # one has finished
+    _judge(points)  # one has finished
 
 
 def test_what_is_said_of_a_run_from_outside_leaves_its_own_files_and_the_steps_that_it_trained(make_points):
@@ -254,10 +255,10 @@ def test_a_cluster_s_job_decides_what_depends_on_its_machine(small, monkeypatch)
     points = plan_points([small(*overrides) for overrides in on_gpus])
     submitted: list[Point] = []
     monkeypatch.setattr(sweep_of_runs, "_look_ahead", lambda *_: (points, []))
-    monkeypatch.setattr(sweep_of_runs, "launch", lambda _, jobs, *more: submitted.extend(jobs))
+    monkeypatch.setattr(sweep_of_runs, "run_on_cluster", lambda _, jobs, *more: submitted.extend(jobs))
     config = load_config(["cluster=slurm", "sweep=mve"], "run_sweep")
     with pytest.raises(SweepFailure, match="4 of 4 points did not finish"):
-        sweep_of_runs.run_sweep(config, [], print)
+        sweep_of_runs.run_sweep(config, [])
     assert len(submitted) == 4
     assert all(point.refusal for point in points), "this machine runs none of them"
 
@@ -384,12 +385,13 @@ def test_a_job_that_never_ran_does_not_keep_the_status_of_an_earlier_sweep(make_
     write_summary(points[1], "out_of_memory", "too large")
     run([points[2]])
 
-    def launch(*_: object) -> None:
+    def lost(*_: object) -> None:
         run([points[1]])
         raise RuntimeError("job 7 was lost")
 
-    monkeypatch.setattr(sweep_of_runs, "launch", launch)
+    monkeypatch.setattr(sweep_of_runs, "run_on_cluster", lost)
     said: list[str] = []
-    sweep_of_runs._submit(points, load_config(["cluster=slurm", "sweep=mve"], "run_sweep"), said.append)
+    monkeypatch.setattr(sweep_of_runs, "say", said.append)
+    sweep_of_runs._submit(points, load_config(["cluster=slurm", "sweep=mve"], "run_sweep"))
     assert statuses(points) == ["failed", "finished", "finished", "failed"]
     assert sum("the job was lost: job 7 was lost" in line for line in said) == 2

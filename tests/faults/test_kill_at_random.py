@@ -152,7 +152,7 @@ def test_a_sweep_killed_at_random_moments(small, tmp_path, monkeypatch):
         killed.kill()
         killed.join()
         own, runs = split_overrides(overrides, "run_sweep")
-        run_sweep(load_config(own, "run_sweep"), runs, print)
+        run_sweep(load_config(own, "run_sweep"), runs)
         assert finals(tmp_path / "results" / group) == expected
 
 

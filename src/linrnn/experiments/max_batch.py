@@ -15,6 +15,7 @@ from linrnn.config.schema import Config, FindMaxBatchConfig
 from linrnn.core.errors import ConfigError, SweepFailure
 from linrnn.core.files import write_json
 from linrnn.core.machine import GIB, available_memory
+from linrnn.core.output import say
 from linrnn.data import vocabulary_size
 from linrnn.distributed.launch import as_first_of
 from linrnn.experiments.points import Process, point_of
@@ -23,7 +24,6 @@ from linrnn.runs.directory import ENVIRONMENT
 from linrnn.runs.origins import differing, read_processes
 from linrnn.runs.summary import names_of_run
 
-Say = Callable[[str], None]
 GROWTH = 16  # a batch is at most this many times the largest that fitted: measured peaks may mislead
 NOISE = 0.01  # share of a peak by which two peaks may differ for no reason
 
@@ -98,7 +98,7 @@ def _by_peaks(probes: Sequence[Probe], budget: float) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------- training runs
-def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str], say: Say) -> Answer:
+def find_max_batch(config: FindMaxBatchConfig, overrides: Sequence[str]) -> Answer:
     """Search with training runs. Print every probe and the answer, and write the answer as JSON.
 
     With dry_run=true only the formulas answer, for this machine or `config.gpu`.

@@ -25,7 +25,7 @@ from linrnn.core.errors import (
 )
 from linrnn.core.interrupts import StopRequest
 from linrnn.core.machine import GIB, SHARED_GPU, cores
-from linrnn.core.output import as_started
+from linrnn.core.output import as_started, say
 from linrnn.experiments.cluster import run_on_cluster
 from linrnn.experiments.points import (
     ANSWERS,
@@ -44,10 +44,8 @@ from linrnn.runs.summary import duration
 OUTCOMES = ("finished", "unsupported", "out_of_memory")
 REPORT_SECONDS = 30.0  # between two reports on the points that run
 
-Say = Callable[[str], None]
 
-
-def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> None:
+def run_sweep(config: RunSweepConfig, overrides: Sequence[str]) -> None:
     """Run every point of `config.sweep` that has no answer yet. Print progress, and at the end all statuses.
 
     Args:
@@ -89,10 +87,10 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str], say: Say) -> Non
         write_summary(point, "unsupported", point.refusal or "")
     say(f"sweep {config.sweep.name}: {len(points)} points, {len(ahead)} to run")
     if on_cluster and ahead:
-        _submit(ahead, config, say)
+        _submit(ahead, config)
     elif ahead:
-        run_points(ahead, [threads_of(config.jobs) | slot for slot in slots], say)
-    _judge(points, say)
+        run_points(ahead, [threads_of(config.jobs) | slot for slot in slots])
+    _judge(points)
 
 
 def _look_ahead(points: Sequence[Sequence[str]], ranks: int) -> tuple[list[Point], list[str]]:
@@ -144,7 +142,7 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
 
 
 # ------------------------------------------------------------------------------------------------------- the loop
-def run_points(points: Sequence[Point], slots: Sequence[dict[str, str]], say: Say) -> None:
+def run_points(points: Sequence[Point], slots: Sequence[dict[str, str]]) -> None:
     """Run points, one in each slot at a time. A point that another process still runs is tried again later.
 
     Args:
@@ -290,7 +288,7 @@ def run_alone(point: Point) -> str:
     return str(process.conclude()["status"])
 
 
-def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
+def _submit(points: Sequence[Point], config: RunSweepConfig) -> None:
     """Run all points as jobs of a cluster. A job that leaves no summary gets one that says so."""
     directory = points[0].directory.parent / LOGS / "cluster"
     say(f"submitting {len(points)} jobs (cluster={config.cluster}); their files are in {directory}")
@@ -308,7 +306,7 @@ def _submit(points: Sequence[Point], config: RunSweepConfig, say: Say) -> None:
         say(f"{point.label}: {outcome(summary)}")
 
 
-def _judge(points: Sequence[Point], say: Say) -> None:
+def _judge(points: Sequence[Point]) -> None:
     """Print the status of all points. A point that cannot run here or does not fit into memory has its answer.
 
     Raises:
