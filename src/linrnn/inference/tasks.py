@@ -12,10 +12,11 @@ from linrnn.config.schema import EvaluateConfig
 from linrnn.core.errors import ConfigError, DataError, first_line
 from linrnn.core.files import write_text
 from linrnn.core.requirements import require_package, version_of
-from linrnn.inference.load import Trained
+from linrnn.inference.load import Trained, load_trained
+from linrnn.models import tuning
 
 
-def find_tasks(config: EvaluateConfig) -> Any:
+def _find_tasks(config: EvaluateConfig) -> Any:
     """lm-eval's TaskManager, after a check that it has all `tasks`. Nothing is downloaded, no model is needed.
 
     Raises:
@@ -40,16 +41,26 @@ def find_tasks(config: EvaluateConfig) -> Any:
     return manager
 
 
-def evaluate_tasks(trained: Trained, config: EvaluateConfig, manager: Any) -> dict[str, Any]:
-    """What lm-eval's `simple_evaluate` returns for `tasks`.
-
-    Args:
-        manager: as :func:`find_tasks` gave it.
+def evaluate_tasks(config: EvaluateConfig) -> dict[str, Any]:
+    """Print lm-eval's table of `tasks`. Returns its figures.
 
     Raises:
+        UnsupportedError, ConfigError: as :func:`_find_tasks`.
         ConfigError: the model has no tokenizer.
         DataError: a task's data set cannot be read.
     """
+    manager = _find_tasks(config)  # before the model is loaded, which takes longer
+    trained = load_trained(config.checkpoint, config.device)
+    with tuning.show_progress():
+        results = _evaluate(trained, config, manager)
+    from lm_eval.utils import make_table
+
+    print(f"{trained.source}\n{make_table(results)}")
+    return {"tasks": results["results"], **{key: results[key] for key in ("versions", "n-shot", "n-samples")}}
+
+
+def _evaluate(trained: Trained, config: EvaluateConfig, manager: Any) -> dict[str, Any]:
+    """What lm-eval's `simple_evaluate` returns."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
