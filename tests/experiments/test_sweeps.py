@@ -128,12 +128,12 @@ def test_running_again_runs_only_what_has_no_answer(make_points, monkeypatch):
     finished = points[0].summary()
     assert write_summary(points[0], "failed", "another process was writing") == finished == points[0].summary()
     write_summary(points[1], "out_of_memory", "too large")
-    assert [point.is_answered(retry=False) for point in points] == [True, True, False]
-    assert [point.is_answered(retry=True) for point in points] == [True, False, False]
+    assert [point.is_done(retry=False) for point in points] == [True, True, False]
+    assert [point.is_done(retry=True) for point in points] == [True, False, False]
     longer = replace(points[0], total_steps=4)  # more steps asked for than were run
-    assert not longer.is_answered(retry=False)
+    assert not longer.is_done(retry=False)
     write_summary(points[2], "failed", "a crash")
-    assert not points[2].is_answered(retry=False)
+    assert not points[2].is_done(retry=False)
     said: list[str] = []
     monkeypatch.setattr(sweep_of_runs, "say", said.append)
     _judge(points[:2])  # a point that does not fit into memory is an outcome, no failure
@@ -197,7 +197,7 @@ def test_memory_that_ran_out_on_a_shared_gpu_is_no_answer(make_points):
     assert statuses([point, alone]) == ["failed", "out_of_memory"]
     assert "other runs share this GPU" in point.summary()["reason"]
     assert "lower jobs" in point.log.read_text()
-    assert [one.is_answered(retry=False) for one in (point, alone)] == [False, True]
+    assert [one.is_done(retry=False) for one in (point, alone)] == [False, True]
 
 
 def test_a_point_ends_when_the_sweep_is_killed(make_points, tmp_path):

@@ -218,6 +218,6 @@ def test_a_point_that_stops_before_a_finished_run_is_answered_with_the_remedy(sm
     fitted(small("schedule.steps=100"))
     shorter = small("schedule.steps=100", "trainer.max_steps=2")
     with pytest.raises(LinrnnError, match="stops at 2") as error:
-        plan_points([shorter])[0].is_answered(retry=False)
+        plan_points([shorter])[0].is_done(retry=False)
     [way] = ways(error.value.remedy)
-    assert plan_points([last_of_each([*shorter, *way])])[0].is_answered(retry=False)
+    assert plan_points([last_of_each([*shorter, *way])])[0].is_done(retry=False)

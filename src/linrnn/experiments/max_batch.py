@@ -211,7 +211,7 @@ def _look_ahead(of_one: Config, config: FindMaxBatchConfig) -> tuple[bool, int |
 def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, environment: dict[str, Any]) -> Probe:
     """Run a probe, or read its summary if it was made before in the same `environment`."""
     point = point_of(overrides, config.ranks)
-    if point.is_answered(retry=False):
+    if point.is_done(retry=False):
         others = {
             key for made in read_processes(point.directory / ENVIRONMENT) for key in differing([made, environment])
         }

@@ -31,7 +31,7 @@ POLL_SECONDS = 0.2
 START_SECONDS = 15.0  # from a command to its first step: about 8 on an idle CPU, 14 to 19 on an H100
 LEFT_BEHIND_SECONDS = 60.0  # after a rank has failed: until all others get SIGTERM, and again until they get SIGKILL
 LOGS = "sweep_logs"  # in a group's directory: what each point printed
-ANSWERS = ("out_of_memory", "diverged")  # results of their own: running again would not change them
+NOT_RETRIED = ("out_of_memory", "diverged")  # results of their own: running again would not change them
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Point:
     def summary(self) -> dict[str, Any] | None:
         return self.run_directory().read_summary()
 
-    def is_answered(self, retry: bool) -> bool:
+    def is_done(self, retry: bool) -> bool:
         """Whether nothing is left to run: the point is finished, or (without `retry`) out of memory or diverged.
 
         Raises:
@@ -73,7 +73,7 @@ class Point:
         """
         summary = self.summary() or {"status": "none"}
         if summary["status"] != "finished":
-            return summary["status"] in ANSWERS and not retry
+            return summary["status"] in NOT_RETRIED and not retry
         if (steps := summary["steps"]) > self.total_steps:
             raise ConfigError(
                 f"{self.directory} holds a run of {steps} steps, and {self.label} stops at {self.total_steps}",
@@ -289,7 +289,7 @@ def write_summary(point: Point, status: str, reason: str) -> dict[str, Any]:
     except LinrnnError as error:
         return {**summary, "reason": f"{reason} ({error.cause})"}
     try:
-        if (finished := directory.read_summary()) and point.is_answered(retry=True):
+        if (finished := directory.read_summary()) and point.is_done(retry=True):
             return finished
         with contextlib.suppress(DataError):  # the file is damaged
             for record in read_jsonl(directory.metrics):

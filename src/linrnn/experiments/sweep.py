@@ -28,8 +28,8 @@ from linrnn.core.machine import GIB, SHARED_GPU, cores
 from linrnn.core.output import as_started, say
 from linrnn.experiments.cluster import run_on_cluster
 from linrnn.experiments.points import (
-    ANSWERS,
     LOGS,
+    NOT_RETRIED,
     POLL_SECONDS,
     START_SECONDS,
     Point,
@@ -46,7 +46,7 @@ REPORT_SECONDS = 30.0  # between two reports on the points that run
 
 
 def run_sweep(config: RunSweepConfig, overrides: Sequence[str]) -> None:
-    """Run every point of `config.sweep` that has no answer yet. Print progress, and at the end all statuses.
+    """Run every point of `config.sweep` that is not done yet. Print progress, and at the end all statuses.
 
     Args:
         overrides: of the runs; they beat the sweep's values and may be lists (`loss=compiled,cce_kahan`).
@@ -68,7 +68,7 @@ def run_sweep(config: RunSweepConfig, overrides: Sequence[str]) -> None:
     if on_cluster:  # its machines may run what this one cannot: a job itself says so
         points = [dataclasses.replace(point, refusal=None) for point in points]
     slots = [] if on_cluster else slots_of(config.jobs, gpus, ranks, share=config.share_gpus)
-    open_points = [point for point in points if not point.is_answered(config.retry)]
+    open_points = [point for point in points if not point.is_done(config.retry)]
     refused, ahead = ([point for point in open_points if (point.refusal is None) == runs] for runs in (False, True))
     if config.dry_run:
         for line in listing(points, ahead, refused, min(config.jobs, len(gpus) // ranks or config.jobs)):
@@ -116,7 +116,7 @@ def listing(points: Sequence[Point], ahead: Sequence[Point], refused: Sequence[P
     """The dry run's lines: name, memory, time and state of every point, then the sums.
 
     Args:
-        ahead, refused: the points to run, and those that cannot run here. All others have an answer.
+        ahead, refused: the points to run, and those that cannot run here. All others are done.
         at_a_time: how many run at once.
     """
     width = max(len(point.label) for point in points)
@@ -307,14 +307,14 @@ def _submit(points: Sequence[Point], config: RunSweepConfig) -> None:
 
 
 def _judge(points: Sequence[Point]) -> None:
-    """Print the status of all points. A point that cannot run here or does not fit into memory has its answer.
+    """Print the status of all points. A point that cannot run here or does not fit into memory is done.
 
     Raises:
         SweepFailure: a point failed or diverged.
         UnsupportedError: every point was unsupported.
     """
     statuses = {point.label: (point.summary() or {"status": "failed"})["status"] for point in points}
-    again = "" if {*ANSWERS}.isdisjoint(statuses.values()) else f"; retry=true repeats {' and '.join(ANSWERS)}"
+    again = "" if {*NOT_RETRIED}.isdisjoint(statuses.values()) else f"; retry=true repeats {' and '.join(NOT_RETRIED)}"
     say(", ".join(f"{count} {status}" for status, count in Counter(statuses.values()).items()) + again)
     if "finished" in statuses.values():
         for results, group in dict.fromkeys((point.config.results_dir, point.config.group) for point in points):

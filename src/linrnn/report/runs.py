@@ -23,7 +23,7 @@ COMMITTED = "runs.json.xz"  # a report's file with its runs' environments, summa
 REPORTS = "summaries"  # the folder of the results directory that holds the reports
 MAX_BATCHES = "max_batches.json.xz"  # beside it: the answers of searches for the largest batch
 # The keys that tables need from every summary, and the remedy if a run's file is broken.
-FIGURES = (
+REQUIRED = (
     *("status", "run_name", "model", "size", "loss", "seed", "batch_size", "seq_len", "vocab_size", "steps"),
     *("train_loss_nats", "valid_loss_nats", "valid_bits_per_byte", "peak_memory_bytes", "tokens_per_second"),
     *("step_time_ms_median", "mfu"),
@@ -185,7 +185,7 @@ def _read(directory: Path) -> Run:
             if value is not None and (name in kept or (name.startswith(STATISTIC) and math.isfinite(value))):
                 curves.setdefault(kept.get(name, name), []).append((record["step"], value))
     environments = origins_of(read_processes(directory / ENVIRONMENT))
-    return Run(read_object(directory / SUMMARY, FIGURES, AGAIN), environments, curves)
+    return Run(read_object(directory / SUMMARY, REQUIRED, AGAIN), environments, curves)
 
 
 def read_committed(directory: Path) -> list[Run]:

@@ -56,7 +56,7 @@ def origins_of(processes: list[Process]) -> list[dict[str, Any]]:
     return found
 
 
-def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
+def origin_of(environment: Mapping[str, Any]) -> dict[str, Any]:
     """What two environments must share for their figures to stand in one table, by what it is called in a warning.
 
     The source of both packages, by its hash; where none was recorded, the commit stands for it. The versions of
@@ -73,12 +73,12 @@ def identity(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The keys of :func:`identity` in which not all environments agree.
+    """The keys of :func:`origin_of` in which not all environments agree.
 
     CHOICES is one of them if a kernel ran with two configurations.
     """
     every = list(environments)
-    own = [identity(environment) for environment in every]
+    own = [origin_of(environment) for environment in every]
     chosen: dict[str, set[str]] = {}
     for environment in every:
         for kernel, config in ((environment.get(CHOICES) or {}).get("choices") or {}).items():
