@@ -24,8 +24,9 @@ from torch import Tensor
 
 from linrnn.config.schema import LossConfig
 from linrnn.core.errors import UnsupportedError
-from linrnn.core.requirements import require_cuda, require_own_kernels, require_package
+from linrnn.core.requirements import require_cuda, require_package
 from linrnn.losses.base import IGNORE_INDEX, LossBackend
+from linrnn.losses.cce import require_own_kernels
 from linrnn.losses.registry import UNLISTED
 
 _QUACK_CHUNKS = (1024, 2048, 8192)  # tokens; `quack` itself has QuACK's default, 4096

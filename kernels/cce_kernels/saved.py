@@ -27,7 +27,7 @@ class Held(NamedTuple):
 
 
 class GradientSums(NamedTuple):
-    """GradientSums of three products, finished in place by the backward pass."""
+    """The gradients as three products sum them, finished in place by the backward pass."""
 
     parts: Tensor | None = None  # (splits, N, D) fp32: parts of w C, with several chunks
     grad_e: Tensor | None = None  # (N, D): dE

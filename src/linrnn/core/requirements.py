@@ -74,13 +74,6 @@ def require_triton(what: str) -> None:
         )
 
 
-def require_own_kernels(device: torch.device, what: str) -> None:
-    """Require this repository's kernels, and on a GPU what Triton needs."""
-    require_package("cce_kernels", "linrnn", what, "./kernels")
-    if device.type == "cuda":
-        require_triton(what)
-
-
 def c_compiler() -> str | None:
     """Path of the C compiler that Triton would use, or None."""
     return _first_found(os.environ.get("CC"), "gcc", "clang")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from linrnn.config.schema import LossConfig, option
 from linrnn.core.errors import ConfigError
-from linrnn.core.requirements import require_own_kernels
+from linrnn.core.requirements import require_package, require_triton
 from linrnn.losses.base import BF16, FP32, IGNORE_INDEX, OBJECTIVE, Bytes, LossBackend
 from linrnn.losses.registry import register_loss
 
@@ -127,6 +127,13 @@ def planned(loss: CceKahanLossConfig, n_tokens: int, d: int, vocab: int, compute
 def _on_one_gradient(loss: CceKahanLossConfig) -> bool:
     """Whether the gradient of the head is exact and that of the hidden states is not. Such a filter has no lists."""
     return isinstance(loss, CceFilterLossConfig) and not loss.filter_c
+
+
+def require_own_kernels(device: torch.device, what: str) -> None:
+    """Require this repository's kernels, and on a GPU what Triton needs."""
+    require_package("cce_kernels", "linrnn", what, "./kernels")
+    if device.type == "cuda":
+        require_triton(what)
 
 
 @register_loss("cce_kahan", CceKahanLossConfig)
