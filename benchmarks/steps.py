@@ -53,7 +53,7 @@ from linrnn.models import build_model, tuning
 from linrnn.models.language_model import compute_dtype, parameter_dtype
 from linrnn.profiling import Stopwatch
 from linrnn.runs.environment import gpu_state
-from linrnn.training.execution.compilation import compile_kernels, rehearses
+from linrnn.training.execution.compilation import compile_kernels, compiles_ahead
 from linrnn.training.execution.float8 import use_float8
 from linrnn.training.optimizer import build_optimizer
 from linrnn.training.plan import check_step_fits, make_training_plan
@@ -264,7 +264,7 @@ class Bench:
             for batch in map(start.batch, sorted(batches))
         }  # fmt: skip
         self.step = next(iter(self.steps.values()))  # for what all batches share
-        if rehearses(run, device):
+        if compiles_ahead(run, device):
             compile_kernels(model, self.step.batch, self.step.ranks, plan.precision, device, say)
             common.free(device)
         # The optimizer allocates its state at a rate of 0: a loss that fails cannot leave half of it.

@@ -163,7 +163,7 @@ def _not_rehearsed(rank: int) -> None:
             raise ValueError("no rehearsal")
         original(*arguments)
 
-    compilation.rehearse, compilation.rehearses = rehearse, lambda config, device: True
+    compilation.rehearse, compilation.compiles_ahead = rehearse, lambda config, device: True
 
 
 def _at_third_step(rank: int, happen: Callable[[int, torch.Tensor], torch.Tensor]) -> None:

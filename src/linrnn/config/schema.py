@@ -152,7 +152,7 @@ class LossConfig:
         if self.softcap == 0:
             raise ConfigError("loss.softcap=0 makes all logits equal", "use 30, say, or null for none")
 
-    def plain(self) -> "LossConfig":
+    def for_validation(self) -> "LossConfig":
         """The loss of validations: the cross-entropy of the same logits, so that curves of all objectives compare."""
         return dataclasses.replace(self, z_loss=0.0, label_smoothing=0.0)
 

@@ -32,7 +32,7 @@ def evaluate_loss(config: EvaluateConfig) -> dict[str, Any]:
         batch_size=config.batch_size or trained.trainer.batch_size,
         seq_len=config.seq_len or trained.trainer.seq_len,
     )
-    loss = (config.loss or trained.loss).plain()
+    loss = (config.loss or trained.loss).for_validation()
     here = dataclasses.replace(
         trained,
         data=data_for(trained.data, config.data, directory_of_tokenizer(directory)),

@@ -114,19 +114,19 @@ class Trainer:
         vocabulary = self.ranks.vocabulary(arch.vocab_size)
         self.loss: LossBackend = build_loss(config.loss, device=self.device, vocabulary=vocabulary)
         self._valid_loss = self.loss  # the same object where it can be: torch.compile compiles once
-        if (plain := config.loss.plain()) != config.loss:
-            self._valid_loss = build_loss(plain, device=self.device, vocabulary=vocabulary)
+        if (validating := config.loss.for_validation()) != config.loss:
+            self._valid_loss = build_loss(validating, device=self.device, vocabulary=vocabulary)
         self.model.set_softcap(config.loss.softcap)
         self.optimizer = build_optimizer(self.model, config.optimizer, self.device)
         self.parameters = list(self.model.parameters())
         self.schedule = Schedule(self.optimizer, config.schedule, config.optimizer.lr, self.plan.horizon)
-        self._batch: dict[str, Any] = {
+        self._batching: dict[str, Any] = {
             "seq_len": trainer.seq_len,
             "batch_size": self.plan.sequences_of_rank,
             "reset_at_document": config.data.reset_at_document,
         }
         rank, world_size = self.ranks.rank, self.ranks.world_size
-        self.loader = BatchLoader(self.data.train, seed=config.seed, rank=rank, world_size=world_size, **self._batch)
+        self.loader = BatchLoader(self.data.train, seed=config.seed, rank=rank, world_size=world_size, **self._batching)
         self._notes.append(self.loader.remark(self.plan.total_steps * self.plan.sequences_per_step))
 
     # ---------------------------------------------------------------------------------------------------- the run
@@ -169,7 +169,7 @@ class Trainer:
         self.checkpointer.begin(self.step)
         self.log.announce(where_it_begins, *self._notes, room)
         tokens, tokenizer = self.config.trainer.valid_tokens, self.data.tokenizer
-        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=tokens, tokenizer=tokenizer, **self._batch)
+        self._valid_batches = BatchesOnce(self.data.valid, max_tokens=tokens, tokenizer=tokenizer, **self._batching)
         self.ranks.on_lost_rank(lambda failure: self.log.write_lost_summary(self.step, failure))
         closing.enter_context(tuning.show_progress(self.log.line))
 
@@ -312,7 +312,7 @@ class Trainer:
         number, began, compiled = self.step + 1, time.monotonic(), self.config.trainer.compile
         self.log.line(f"step {number} begins{', and compiles kernels' * (self.device.type == 'cuda')}")
         with tuning.during(f"step {number}" + (f", trainer.compile={compiled}" if compiled != "none" else "")):
-            if compilation.rehearses(self.config, self.device):
+            if compilation.compiles_ahead(self.config, self.device):
                 self._compile_kernels()
             record = self.train_step()
         synchronize(self.device)

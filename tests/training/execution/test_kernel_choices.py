@@ -14,7 +14,7 @@ from linrnn.config import load_config
 from linrnn.models import tuning
 from linrnn.runs.directory import ENVIRONMENT, LOG
 from linrnn.training.execution import compilation
-from linrnn.training.execution.compilation import rehearses
+from linrnn.training.execution.compilation import compiles_ahead
 from linrnn.training.trainer import Trainer
 
 
@@ -59,7 +59,7 @@ def test_choices_are_recorded_after_the_first_step_and_at_the_end(small, monkeyp
     ],
 )
 def test_which_runs_are_rehearsed(overrides, device, expected):
-    assert rehearses(load_config(overrides), torch.device(device)) is expected
+    assert compiles_ahead(load_config(overrides), torch.device(device)) is expected
 
 
 @pytest.mark.parametrize(("loss", "ahead"), [("cce_kahan", True), ("cce_filter", True), ("standard", False)])
@@ -73,7 +73,7 @@ def test_a_loss_that_compiles_its_kernels_is_called_before_the_first_step_as_in_
         calls.append([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors])
         return compute(self, *tensors)
 
-    monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
+    monkeypatch.setattr(compilation, "compiles_ahead", lambda *_: True)
     run = Trainer(load_config(small(f"loss={loss}", f"data.reset_at_document={reset}", "trainer.precision=bf16")))
     compute = type(run.loss).compute
     monkeypatch.setattr(type(run.loss), "compute", noted)
@@ -88,7 +88,7 @@ def test_a_rehearsal_changes_nothing(small, monkeypatch):
     """Data, weights and random numbers stay where they were. (On a GPU its kernels write nothing either.)"""
     overrides = small("data.reset_at_document=true", "trainer.accumulation_steps=2")
     plain = losses(fitted([*overrides, "group=plain"]))
-    monkeypatch.setattr(compilation, "rehearses", lambda *_: True)
+    monkeypatch.setattr(compilation, "compiles_ahead", lambda *_: True)
     assert losses(fitted([*overrides, "group=rehearsed"])) == plain
 
 

@@ -150,7 +150,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
             raise error
 
         monkeypatch.setattr(compilation, "rehearse", rehearse)
-        monkeypatch.setattr(compilation, "rehearses", lambda config, device: True)
+        monkeypatch.setattr(compilation, "compiles_ahead", lambda config, device: True)
 
     original = compilation.rehearse
     return let

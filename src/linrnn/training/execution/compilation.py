@@ -20,7 +20,7 @@ from linrnn.models.language_model import compute_dtype, loss_inputs
 from linrnn.training.runtime import synchronize
 
 
-def rehearses(config: Config, device: torch.device) -> bool:
+def compiles_ahead(config: Config, device: torch.device) -> bool:
     """Whether a run's kernels are compiled ahead.
 
     Not those of a model that torch.compile compiles. Nor, where ranks share one model, those of a model that has no
