@@ -239,7 +239,7 @@ def _refuse_outside(targets: Tensor, ignore_index: int, vocab: int) -> None:
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= vocab))
         if outside.any():
             first = targets[outside][0].item()
-            raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index")
+            raise ValueError(f"targets: {first} lies outside [0, {vocab}) and is not ignore_index={ignore_index}")
 
 
 def _check_target_weights(e: Any, targets: Any, target_weights: Any, token_weights: Any, o: Options) -> None:

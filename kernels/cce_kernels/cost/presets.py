@@ -7,10 +7,13 @@ import inspect
 import json
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..huggingface.checks import imported
 
 # Published shapes: model type, hidden size, width of the MLP, layers, heads, heads of keys, vocabulary size, and more.
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -34,7 +37,7 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
     Raises:
         ValueError: there is no such model, or its configuration has no such key or refuses a value.
     """
-    transformers: Any = importlib.import_module("transformers")
+    transformers = imported("transformers", "transformers")
     types, path = transformers.models.auto.configuration_auto.CONFIG_MAPPING, Path(name)
     kind, *sizes, more = PRESETS.get(name, (name, {}))
     values = dict(zip((*_SIZES, "vocab_size"), sizes, strict=False)) | more
@@ -47,7 +50,8 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
                 importlib.import_module("fla.models")  # makes FLA's model types known to transformers
         if kind not in types:
             near = " or ".join(get_close_matches(kind, [*PRESETS, *types], n=3, cutoff=0))
-            raise ValueError(f"there is no such folder, file, model type or preset; did you mean {near}?")
+            missing = "" if find_spec("fla") else " FLA's types need flash-linear-attention"
+            raise ValueError(f"there is no such folder, file, model type or preset; did you mean {near}?{missing}")
         known = list({**transformers.AutoConfig.for_model(kind).to_dict(), **inspect.signature(types[kind]).parameters})
         for key, text in overrides.items():
             if key not in known:
@@ -67,7 +71,7 @@ def build(name: str, overrides: dict[str, str], dtype: torch.dtype, device: torc
 
 def apply_liger(model: Any) -> None:
     """Give one model Liger's fused linear loss, with Liger's other kernels off; ValueError if Liger has none for it."""
-    patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    patches = imported("liger_kernel.transformers.monkey_patch", "liger-kernel")
     if (function := patches.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)) is None:
         raise ValueError(f"liger: has no loss for models of type {model.config.model_type}")
     names = inspect.signature(function).parameters

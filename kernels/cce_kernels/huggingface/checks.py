@@ -6,6 +6,7 @@ library has put between them. So such a model is refused, by patch and at every 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from functools import partial
@@ -20,6 +21,14 @@ from .deferred import of_zero3
 _LINEAR_FORWARD = nn.Linear.forward
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]  # for every module
+
+
+def imported(module: str, distribution: str) -> Any:
+    """A module of another library. Raises a ModuleNotFoundError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}; pip install {distribution}", name=error.name) from None
 
 
 def check_structure(model: Any, kind: Any) -> None:

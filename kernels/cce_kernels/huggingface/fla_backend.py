@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..module import FusedLinearCrossEntropyLoss
+from .checks import imported
 
 
 def register_in_fla() -> None:
@@ -25,7 +26,7 @@ def register_in_fla() -> None:
         ModuleNotFoundError: flash-linear-attention is missing, or too old to have backends.
         ValueError: the environment variable FLA_DISABLE_BACKEND_DISPATCH=1 keeps FLA from using any backend.
     """
-    backends = importlib.import_module("fla.backends")
+    backends = imported("fla.backends", "flash-linear-attention")
     if backends._DISPATCH_DISABLED:
         raise ValueError("FLA_DISABLE_BACKEND_DISPATCH: is 1, so FLA uses no backend; unset it")
     of_fla = importlib.import_module("fla.modules.fused_linear_cross_entropy.ops")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..operators import cross_entropy
+from .checks import imported
 
 _NAME = "_ChunkedLogProbFunction"
 
@@ -25,7 +26,7 @@ def register_in_trl() -> None:
         ModuleNotFoundError: TRL is missing.
         ValueError: TRL has no such function; its version is not 1.16.
     """
-    utils = importlib.import_module("trl.trainer.utils")
+    utils = imported("trl.trainer.utils", "trl")
     if not hasattr(utils, _NAME):
         raise ValueError(f"trl: its trainer.utils has no {_NAME}; register_in_trl knows TRL 1.16")
     setattr(utils, _NAME, FusedHead)

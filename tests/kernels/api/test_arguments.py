@@ -64,7 +64,7 @@ REFUSED = {
     "c: is a TwoTensor": {"c": TwoTensor(C, C)},
     "targets": {"targets": T[:5]},
     "targets: must be integers": {"targets": T.float()},
-    "targets: 11 lies outside": {"targets": torch.full((6,), 11)},
+    r"targets: 11 lies outside \[0, 11\) and is not ignore_index=-100": {"targets": torch.full((6,), 11)},
     "bias": {"bias": torch.zeros(10)},
     "token_weights: must be bfloat16": {"token_weights": torch.ones(6, dtype=torch.int64)},
     r"token_weights: must be \(6,\) like targets": {"token_weights": torch.ones(5)},

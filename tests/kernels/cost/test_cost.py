@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from typing import Any
 
 import cce_kernels
@@ -138,6 +139,21 @@ def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, mo
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "distribution"),
+    [
+        (cce_kernels.register_in_fla, "fla.backends", "flash-linear-attention"),
+        (cce_kernels.register_in_trl, "trl.trainer.utils", "trl"),
+        (lambda: build("llama", {}, torch.float32, torch.device("meta")), "transformers", "transformers"),
+        (lambda: apply_liger(None), "liger_kernel.transformers.monkey_patch", "liger-kernel"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_to_install(call, module, distribution, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError, match=f"{module}.*; pip install {distribution}$"):
+        call()
 
 
 PARAMETERS = {"llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}
