@@ -1,13 +1,16 @@
 """Tests that run on CPU tensors, blockwise and by the kernels in Triton's interpreter, and on a GPU; and ranks."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from forked import ended, spawn, start
 
 try:
@@ -77,6 +80,19 @@ def run_ranks(
         pytest.skip(f"needs {len(arguments)} GPUs")
     begin = start if device == "cpu" else spawn  # CUDA does not survive a fork
     return ended([begin(rank, *of_rank) for of_rank in arguments], seconds)
+
+
+@contextmanager
+def joined(rank: int, ranks: int, store: str, device: str, seconds: float = 60) -> Iterator[None]:
+    """A process group of so many ranks, which meet at the file `store`. A rank waits for the others so long."""
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _name(value: Any) -> str:

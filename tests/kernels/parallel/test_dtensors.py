@@ -2,9 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from cce_kernels import linear_cross_entropy, linear_log_probs
-from everywhere import run_ranks
+from everywhere import joined, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,18 +40,6 @@ CASES: dict[str, tuple[list[Any], list[Any], dict[str, Any]]] = {
     "batch, sequence and vocabulary": ([S0, S1], [R, S0], {"shift": 1, **LSE}),
     "vocabulary over both": ([S0, S1], [S0, S0], {}),
 }
-
-
-@contextmanager
-def group(rank: int, ranks: int, store: str, device: str = "cpu") -> Iterator[None]:
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(
-        backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def mesh_of(dimensions: int = 1, **names: Any) -> DeviceMesh:
@@ -297,7 +283,7 @@ def all_cases(rank: int, store: str, output: str, ranks: int, device: str) -> No
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-    with group(rank, ranks, store, device), open(f"{output}.{rank}", "w") as file:
+    with joined(rank, ranks, store, device), open(f"{output}.{rank}", "w") as file:
         cases = {name: partial(as_one_device, *case, tensors()) for name, case in CASES.items()} | FURTHER
         for name, case in cases.items():
             try:
@@ -317,11 +303,10 @@ def test_dtensors(device, ranks, tmp_path):
         assert all(f"{name}: ok\n" in text for name in (*CASES, *FURTHER)), f"rank {rank}: {text[-3000:]}"
 
 
-def test_dtensors_compile_without_a_graph_break(tmp_path):
+def test_dtensors_compile_without_a_graph_break(group_of_one):
     function = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    with group(0, 1, str(tmp_path / "store")):
-        of, mesh = tensors(), init_device_mesh("cpu", (1,))
-        e, c = distribute_tensor(of["e"], mesh, [S1]), distribute_tensor(of["c"], mesh, [S0])
-        bias = distribute_tensor(of["bias"], mesh, [S0])
-        got, want = (step(f, e, c, of["targets"], bias, shift=1) for f in (function, linear_cross_entropy))
-        same(got, [whole(x) for x in want])
+    of, mesh = tensors(), init_device_mesh("cpu", (1,))
+    e, c = distribute_tensor(of["e"], mesh, [S1]), distribute_tensor(of["c"], mesh, [S0])
+    bias = distribute_tensor(of["bias"], mesh, [S0])
+    got, want = (step(f, e, c, of["targets"], bias, shift=1) for f in (function, linear_cross_entropy))
+    same(got, [whole(x) for x in want])

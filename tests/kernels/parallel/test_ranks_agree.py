@@ -1,14 +1,13 @@
 """If one of several ranks makes a wrong call, every rank raises the same error in bounded time."""
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from cce_kernels import vocabulary_parallel_linear_cross_entropy
 from cce_kernels.parallel.sharding import process_group
-from everywhere import run_ranks
+from everywhere import joined, run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
@@ -47,11 +46,6 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS,
-        timeout=timedelta(seconds=100),
-    )  # fmt: skip
-    group = dist.new_group([0, 1])
 
     def outcome(n: int = 6, e: Any = None, scale: float = 1.0, **options: Any) -> str:
         torch.manual_seed(0)
@@ -69,14 +63,17 @@ def rank_of_group(rank: int, store: str, device: str, printed: str) -> None:
             written = leaf.grad is not None or c.grad is not None or (buffer is not None and buffer.any())
             return f"{type(error).__name__} {error}{' A gradient was written!' if written else ''}"
 
-    with open(printed, "w") as file, pytest.MonkeyPatch.context() as patch:
+    with (
+        open(printed, "w") as file, pytest.MonkeyPatch.context() as patch,
+        joined(rank, RANKS, store, device, seconds=100),
+    ):  # fmt: skip
+        group = dist.new_group([0, 1])
         for name, (first, second, _) in CALLS.items():
             if name == "agreed":
                 patch.setattr(dist, "all_gather_object", None)  # calling it is an error
             if name == "agreed, different gradients":
                 patch.setattr(Tensor, "item", None)  # so is waiting for a number
             print(f"{name}: {outcome(**first | (second if rank else {}))}", file=file, flush=True)
-        dist.destroy_process_group()
         try:
             process_group("no such group")
         except ValueError as error:

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from cce_kernels.options import Place
 from cce_kernels.planner import Plan
 from cce_kernels.reference import reference_linear_cross_entropy
 from cce_kernels.runtime.interpreter import INTERPRETED
-from everywhere import run_ranks
+from everywhere import joined, run_ranks
 
 PATIENCE = 300  # s that a rank waits for the others
 EXTRAS = {"return_lse": True, "return_metrics": True}
@@ -188,14 +187,10 @@ def main(rank: int, folder: str, device: str, ranks: int, names: list[str]) -> N
     """One rank: its results for these of `cases(ranks)`, in FOLDER/RANK."""
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank,
-        world_size=ranks, timeout=timedelta(seconds=PATIENCE),
-    )  # fmt: skip
-    results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
-    torch.save(results, f"{folder}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, ranks, f"{folder}/store", device, PATIENCE):
+        results = {str(s): compute(s, rank, ranks, device) for s in cases(ranks) if str(s) in names}
+        torch.save(results, f"{folder}/{rank}")
+        dist.barrier()
 
 
 def fork_all(folder: str, ranks: int, names: list[str]) -> None:
