@@ -27,8 +27,6 @@ from linrnn.training.execution.cuda_graph import check_cuda_graph
 from linrnn.training.execution.float8 import check_float8
 from linrnn.training.runtime import a_gpu, resolve_device, resolve_precision
 
-FP32 = 4  # bytes
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -74,18 +72,18 @@ class Plan:
         return min(trainer.warmup_measurement_steps + trainer.profile_steps, self.total_steps - 1)
 
     @property
-    def graphed_from(self) -> int | None:
-        """Steps of a process before the one that captures a CUDA graph, the last of the warm-up; None: no graph."""
+    def steps_before_graph(self) -> int | None:
+        """Steps that a process takes before it captures a CUDA graph in the warm-up's last step; None: no graph."""
         trainer = self.config.trainer
         return min(trainer.warmup_measurement_steps, self.total_steps - 1) - 1 if trainer.cuda_graph else None
 
     @property
-    def memory_begins(self) -> int:
-        """Steps of a process before its memory is measured.
+    def steps_before_memory(self) -> int:
+        """Steps that a process takes before its memory is measured.
 
         A CUDA graph's memory is measured in the step that captures the graph. Replays allocate nothing.
         """
-        return self.unmeasured_steps if self.graphed_from is None else self.graphed_from
+        return self.unmeasured_steps if self.steps_before_graph is None else self.steps_before_graph
 
     def architecture(self, data_vocab_size: int) -> Architecture:
         """The architecture of vocabulary size `size.vocab_size`, or the data's number if that is null.
@@ -259,6 +257,6 @@ def check_reading_fits(arch: Architecture, device: torch.device, loss_bytes: int
         UnsupportedError: weights and loss need more than this machine has free.
     """
     if device.type == "cpu":
-        needed = FP32 * arch.n_parameters + loss_bytes
+        needed = torch.float32.itemsize * arch.n_parameters + loss_bytes
         what = f"{arch.n_parameters:,} parameters{' and the loss' if loss_bytes else ''} need {needed / GIB:.1f} GiB"
         _check_memory(needed, what, f"a smaller model{', batch_size=1 or loss=cce_kahan' if loss_bytes else ''}")

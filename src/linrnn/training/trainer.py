@@ -241,7 +241,7 @@ class Trainer:
             self.log.speed.start()
             requests = self.ranks.max_on_host_async(self._requests)
             while self.step < last:
-                if self.steps_here == self.plan.memory_begins:
+                if self.steps_here == self.plan.steps_before_memory:
                     self.log.memory.start()
                 record = self.train_step() if self.steps_here else self._first_step()
                 end_of_step()
@@ -292,20 +292,18 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch, n_tokens: int) -> LossAndStats:
         """Gradients of one micro-step. Returns its share of the step's mean loss, and the backend's statistics."""
-        graphed_from = self.plan.graphed_from
-        if graphed_from is None or self.steps_here < graphed_from:
-            return self._passes(n_tokens, (self.log.memory, self.log.speed), batch)
+        passes = functools.partial(
+            forward_backward, self.replica, self.loss, n_tokens=n_tokens, scale=self.ranks.loss_scale,
+            precision=self.precision, device=self.device,
+        )  # fmt: skip
+        before = self.plan.steps_before_graph
+        if before is None or self.steps_here < before:
+            return passes(batch, observers=(self.log.memory, self.log.speed))
         if self._graphed is None:  # all steps have n_tokens labels; the output layer cannot be timed in a graph
             self.log.line(f"from step {self.step + 1} on a CUDA graph replays the forward and backward pass")
-            passes = functools.partial(self._passes, n_tokens, (self.log.memory,))
-            self._graphed = GraphedPasses(passes, self.parameters, batch, self.device, self.ranks.reshard)
+            graphed = functools.partial(passes, observers=(self.log.memory,))
+            self._graphed = GraphedPasses(graphed, self.parameters, batch, self.device, self.ranks.reshard)
         return self._graphed(batch)
-
-    def _passes(self, n_tokens: int, observers: Sequence[LossObserver], batch: Batch) -> LossAndStats:
-        return forward_backward(
-            self.replica, self.loss, batch, n_tokens=n_tokens, scale=self.ranks.loss_scale, precision=self.precision,
-            device=self.device, observers=observers,
-        )  # fmt: skip
 
     def _first_step(self) -> StepRecord:
         """The first step of this process, in which kernels are tuned and compiled, and the model if it is to be."""

@@ -65,8 +65,8 @@ def test_the_last_step_of_the_warm_up_is_captured_and_all_later_ones_are_replaye
     assert summary["loss_layer_ms"] is None
     assert summary["measured_steps"] == 9 - 3
     assert "trainer.cuda_graph=True" in summary["training"]
-    assert graphed.plan.memory_begins == 2
-    assert plain.plan.memory_begins == 3
+    assert graphed.plan.steps_before_memory == 2
+    assert plain.plan.steps_before_memory == 3
 
 
 def test_what_the_device_refuses_to_capture_is_unsupported(small, monkeypatch):
