@@ -18,7 +18,7 @@ LINES = [
     ("evaluate", "checkpoint=x loss=standrd", "there is no such loss", "nearest: standard"),
     # What is no name of an option.
     ("train", "model==gla", "model==gla: options are names", "model=NAME"),
-    ("train", "model=gla,kda", "options are names", "model=NAME"),
+    ("train", "model=gla,kda", "options are names", "scripts/sweep.py takes several"),
     ("train", "trainer={max_steps:3}", "options are names", "trainer=NAME"),
     ("train", "model=gla model=kda", "model is given twice (gla, kda)", "keep one"),
     # A key that is not there: the nearest ones, and what its owner has.

@@ -46,6 +46,8 @@ def test_two_runs_are_compared_key_by_key(group):
     assert compared(group, ["a", "a"]) == ["no key of their identity differs"]
     with pytest.raises(DataError, match=r"(?s)holds no run nope.*a, b, c, d, e"):
         compared(group, ["a", "nope"])
+    with pytest.raises(DataError, match=f"(?s)nope holds no run.*groups with runs: .*{group.name}"):
+        overview(group.parent / "nope")
 
 
 def test_the_metrics_of_a_group_are_written_as_csv(group):

@@ -56,7 +56,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if not equals or not _KEY.fullmatch(key):
             raise unreadable(override)
         if key.lstrip("+") in SCHEMAS and not _OPTION.fullmatch(value):
-            raise ConfigError(f"{override}: options are names", f"choose one by {key}=NAME; --help lists them")
+            remedy = f"choose one by {key}=NAME, as --help lists them; scripts/sweep.py takes several"
+            raise ConfigError(f"{override}: options are names", remedy)
 
 
 def unreadable(override: str) -> ConfigError:

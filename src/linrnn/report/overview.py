@@ -14,8 +14,6 @@ from linrnn.runs.directory import IDENTITY, METRICS, SUMMARY, differences
 from linrnn.runs.metrics import read_jsonl
 from linrnn.runs.summary import duration
 
-HERE = "name a group with runs (results/<group>/<run_name>/)"
-
 
 def overview(group: Path) -> list[str]:
     """Lines: a table of the group's runs, newest first, then the runs that differ in one key alone.
@@ -27,7 +25,7 @@ def overview(group: Path) -> list[str]:
 
     identities = {path.parent.name: read_object(path) for path in sorted(group.glob(f"*/{IDENTITY}"))}
     if not identities:
-        raise DataError(f"{group} holds no run", HERE)
+        raise _nothing(group, "run")
     rows = pandas.DataFrame([_row(group / name) for name in identities]).sort_values("age", kind="stable")
     rows["age"] = rows["age"].map(duration)
     alike = [f"differ in {key} alone: {', '.join(names)}" for key, names in one_key_apart(identities)]
@@ -49,6 +47,12 @@ def _row(run: Path) -> dict[str, Any]:
         "peak, GiB": show(done.get("peak_memory_bytes"), ".2f", GIB),
         "age": time.time() - changed,  # noqa: TID251  ages of files
     }
+
+
+def _nothing(group: Path, what: str) -> DataError:
+    """The error for a group that holds nothing."""
+    there = sorted({path.parent.parent.name for path in group.parent.glob(f"*/*/{IDENTITY}")})
+    return DataError(f"{group} holds no {what}", f"groups with runs: {', '.join(there) or 'none'}")
 
 
 def compared(group: Path, names: Sequence[str]) -> list[str]:
@@ -78,7 +82,7 @@ def write_csv(group: Path, path: Path) -> int:
         [{"run": file.parent.name, **one} for file in found for one in read_jsonl(file)], dtype=object
     )
     if rows.empty:
-        raise DataError(f"{group} holds no metrics", HERE)
+        raise _nothing(group, "metrics")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_csv(path, index=False)
     return len(rows)
