@@ -150,7 +150,7 @@ def texts(on_text: Small, tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 @pytest.mark.parametrize("source", ["run", "checkpoint", "export"])
-def test_another_tokenizer_is_refused_and_the_remedy_helps(source, texts, tmp_path):
+def test_another_tokenizer_is_refused_and_the_remedy_helps(source, texts, small, tmp_path):
     first = fitted(texts("cats"))
     where = {"run": first.directory.path, "export": tmp_path / "out"}
     where["checkpoint"] = found(first.directory.checkpoints)[-1]
@@ -163,6 +163,8 @@ def test_another_tokenizer_is_refused_and_the_remedy_helps(source, texts, tmp_pa
     directory = tmp_path / "out" if source == "export" else first.directory.path
     assert remedy == f"data.tokenizer={directory}/tokenizer.json"
     assert Trainer(load_config([*other, remedy])).data.tokenizer.hash == first.data.tokenizer.hash
+    with pytest.raises(ConfigError, match=rf"as generated text.*\n.*use text \(data=text .*\) and {remedy}$"):
+        Trainer(load_config(small(f"init_from={where[source]}")))
 
 
 def test_a_hugging_face_directory_without_a_tokenizer_goes_by_the_size_of_its_vocabulary(small, texts, tmp_path):
