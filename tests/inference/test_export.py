@@ -370,8 +370,9 @@ def test_the_commands_that_export_names_load_the_model(run_path, tmp_path, comma
         *imports, call = command.split("; ")
         exec("; ".join(imports), names := {})
         assert eval(call, names)(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 512)
+    assert "fla" in names
     monkeypatch.setattr(transformers.models.auto.configuration_auto.CONFIG_MAPPING, "_extra_content", {})
-    with pytest.raises(ValueError, match="not recognize"):  # without fla
+    with pytest.raises(ValueError, match="not recognize"):  # as where nobody has imported it
         eval(call, names)
     assert not load_trained(out, "cpu").model.training
     assert load_trained(str(run_path)).config is not None

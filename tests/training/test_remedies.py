@@ -84,7 +84,8 @@ TOKENS = ("trainer.max_steps=null", f"trainer.max_tokens={2 * 160 + 9}")
         ([], ["size.vocab_size=8"], "smaller than the data's vocabulary", 1),
         ([], ["trainer.memory_snapshot=true"], "records CUDA allocations", 1),
         ([], ["memory_budget_gib=80"], "needs a GPU", 1),
-        ([], ["loss=liger"], "need an NVIDIA GPU", 1),
+        *(([], [f"loss={loss}"], "need an NVIDIA GPU", 1) for loss in ("liger", "fla")),
+        ([], ["loss=cce_apple"], "need an NVIDIA GPU", 2),
         ([], ["logger.wandb.mode=online"], "no API key", 1),
     ],
 )
