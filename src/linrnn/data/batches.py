@@ -84,7 +84,7 @@ class BatchLoader:
             if n_sequences < 1:
                 raise DataError(
                     f"{part.name} has {part.n_tokens:,} tokens, one sequence needs {seq_len + 1:,}",
-                    f"lower trainer.seq_len below {max(part.n_tokens, 2):,} or give more text",
+                    f"give more text, or lower trainer.seq_len below {part.n_tokens:,}",
                 )
         self._cycle = cycle_of([part.weight for part in shards.parts])
         self._rows_in_cycle = np.bincount(self._cycle)  # of each source
