@@ -124,7 +124,7 @@ def test_hydra_and_omegaconf_stay_in_the_config_package():
     assert all(path.is_relative_to(LINRNN / "config") for path in users)
 
 
-IMPORTING_FROM_TABLES = ("before_after.py", "other_losses.py", "requirements.py", "fla_import.py")
+IMPORTING_FROM_TABLES = ("before_after.py", "checks.py", "other_losses.py", "requirements.py", "fla_import.py")
 
 
 def test_modules_are_imported_by_names_that_the_source_holds():
