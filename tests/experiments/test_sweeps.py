@@ -97,6 +97,8 @@ def test_a_point_that_another_sweep_began_at_the_same_moment_is_waited_for(make_
     """A process takes seconds until it claims its directory. The slower one ends with an error."""
     [point] = make_points(1)
     began, taken, other = tmp_path / "began", tmp_path / "taken", point.run_directory()
+    point.log.parent.mkdir(parents=True)
+    point.log.write_text("error: of the other sweep\n")
     slower = f"""
 import pathlib, time
 if not pathlib.Path({str(began)!r}).exists():
@@ -120,6 +122,10 @@ if not pathlib.Path({str(began)!r}).exists():
     thread.join()
     assert statuses([point]) == ["finished"]
     assert not [line for line in said if "failed" in line]
+    assert "of the other sweep" in point.log.read_text()
+    point.run_directory().path.joinpath("summary.json").unlink()
+    run([point], s0="raise SystemExit(3)")
+    assert "of the other sweep" not in point.summary()["reason"]
 
 
 def test_running_again_runs_only_what_has_no_answer(make_points, monkeypatch):

@@ -184,7 +184,8 @@ class Process:
         self._failed_at: float | None = None
         self._codes: list[int] | None = None  # exit codes before other ranks were ended here
         point.log.parent.mkdir(parents=True, exist_ok=True)
-        with point.log.open("wb") as log:
+        with point.log.open("ab") as log:  # another sweep's process may write there, too
+            self._log_begins = log.tell()
             self._ranks = [
                 subprocess.Popen(
                     command_of(point),
@@ -228,9 +229,12 @@ class Process:
         while not self.ended():
             time.sleep(POLL_SECONDS)
 
+    def _printed(self) -> str:
+        return self.point.log.read_bytes()[self._log_begins :].decode(errors="replace")
+
     def last_line(self) -> str:
         """The last line about progress or end: at the left edge, without the summary's figures below it."""
-        lines = self.point.log.read_text(errors="replace", encoding="utf-8").splitlines()
+        lines = self._printed().splitlines()
         return next((line for line in reversed(lines) if line.strip() and line[0] != " "), "")
 
     def finish(self) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class Process:
         if code < 0:
             host_memory = "; perhaps the machine ran out of host memory" * (-code == signal.SIGKILL)
             return f"killed by {signal.Signals(-code).name}{host_memory}"
-        errors = re.findall("error: (.*)", self.point.log.read_text(errors="replace", encoding="utf-8"))
+        errors = re.findall("error: (.*)", self._printed())
         return (errors or [self.last_line()])[-1] or f"exit code {code}"
 
 
