@@ -126,6 +126,8 @@ def test_probes_are_training_runs_and_are_not_made_again(small, tmp_path):
     assert "resident set" in said[-2]
     assert json.loads(path.read_text())["probes"] == answer["probes"]
     assert run.stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match="was made with another warmup_steps"):
+        find(overrides, *own, "warmup_steps=2")
 
     environment = run.with_name("environment.json")
     [process] = json.loads(environment.read_text())["processes"]

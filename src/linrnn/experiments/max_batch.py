@@ -212,9 +212,10 @@ def _probe(overrides: Sequence[str], batch: int, config: FindMaxBatchConfig, env
     """Run a probe, or read its summary if it was made before in the same `environment`."""
     point = point_of(overrides, config.ranks)
     if point.is_done(retry=False):
-        others = {
-            key for made in read_processes(point.directory / ENVIRONMENT) for key in differing([made, environment])
-        }
+        processes = read_processes(point.directory / ENVIRONMENT)
+        others = {key for made in processes for key in differing([made, environment])}
+        warm_ups = {made["settings"]["trainer.warmup_measurement_steps"] for made in processes}
+        others |= {"warmup_steps"} if warm_ups - {config.warmup_steps} else set()
         if others:
             raise ConfigError(
                 f"the probe of {batch} sequences was made with another {', '.join(sorted(others))} ({point.directory})",
