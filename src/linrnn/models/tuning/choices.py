@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from linrnn.core.files import write_json
 from linrnn.models.tuning.exclusions import without_excluded
@@ -192,14 +193,15 @@ def store(folder: Path = TABLES) -> Path | None:
     if gpu is None or not _process.used:
         return None
     path = table_path(gpu, versions["triton"], folder)
-    stored = read_table(path) if path.exists() else {}
-    kernels = stored["kernels"] if stored.items() >= versions.items() else {}
-    for name, keys in _process.used.items():
-        chosen = {**kernels.get(name, {}), **{key: config for key, (config, _) in keys.items()}}
-        kernels[name] = dict(sorted(chosen.items()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"gpu": gpu, "compute_capability": gpu_capability(), **versions}
-    write_json(path, {**head, "kernels": dict(sorted(kernels.items()))})
+    with FileLock(path.with_suffix(".lock")):  # of another run that stores its choices
+        stored = read_table(path) if path.exists() else {}
+        kernels = stored["kernels"] if stored.items() >= versions.items() else {}
+        for name, keys in _process.used.items():
+            chosen = {**kernels.get(name, {}), **{key: config for key, (config, _) in keys.items()}}
+            kernels[name] = dict(sorted(chosen.items()))
+        head = {"gpu": gpu, "compute_capability": gpu_capability(), **versions}
+        write_json(path, {**head, "kernels": dict(sorted(kernels.items()))})
     return path
 
 
