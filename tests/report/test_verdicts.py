@@ -202,6 +202,9 @@ def test_largest_batches_answer_batch_and_speed_and_other_origins_do_not():
     assert (batch.value, batch.verdict) == (pytest.approx(13 / 12), "not reached")
     speed = verdict_on(found, SPEED_AT_LARGEST)
     assert (speed.value, speed.verdict) == (pytest.approx(1.01), "inconclusive"), "a probe each"
+    by_device = [{**one["probes"][0], "tokens_per_second_is": "device time"} for one in answers]
+    by_device = [{**one, "probes": [probe]} for one, probe in zip(answers, by_device, strict=True)]
+    assert "by the device time" in verdict_on(judged(FIVE_SEEDS, by_device), SPEED_AT_LARGEST).remark
     compiled_blocks = {**answer("cce_kahan", 24, 1010), "training": "trainer.compile_blocks=True"}
     unlike = judged(FIVE_SEEDS, [answer("compiled", 12, 1000), compiled_blocks])
     assert verdict_on(unlike, BATCH).value is None

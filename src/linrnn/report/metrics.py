@@ -184,6 +184,8 @@ def _of_searches(pair: Pair, value: Callable[[dict[str, Any]], float | None]) ->
                 f"checkpointing {own['activation_checkpointing']}, {own['memory_budget_gib']:g} GiB"
             ) + (f" on each of {own['world_size']} ranks ({own['parallel']})" if own["world_size"] > 1 else "")
             doubts = [] if own["exact"] and base["exact"] else ["a search did not end exact"]
+            clocks = {probe.get("tokens_per_second_is") for one in (own, base) for probe in one["probes"]}
+            doubts += [DEVICE_TIME] * (value is _speed_at_largest and "device time" in clocks)
             samples.append(Sample([over / under] if over is not None and under else [], (), doubts, where))
     return samples or [Sample(remarks=sorted(remarks))]
 
