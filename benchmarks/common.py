@@ -276,7 +276,7 @@ def bars(panels: Mapping[str, tuple[str, Bars]], title: str, note: str = "", at:
                 axes.annotate(f"{value:{form}}", (value, y), (3, 0), **BESIDE)
         if at is not None:
             axes.axvline(at, color=GREY, linewidth=0.8)
-        axes.set(xlabel=axis, xlim=(0, 1.14 * max(max(own.values()) for own in values.values())))
+        axes.set(xlabel=axis, xlim=(0, 1.14 * max(value for own in values.values() for value in own.values())))
         axes.grid(visible=False, axis="y")
     grid[0].set_yticks([number * step + (len(series) - 1) / 2 for number in range(len(rows))], rows)
     grid[0].invert_yaxis()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.common import ROWS, Keys, Record, attempt, last_rows
+from benchmarks.common import ROWS, Keys, Record, attempt, bars, last_rows
 from linrnn.core.errors import DataError, OutOfMemoryError, UnsupportedError
 
 
@@ -60,3 +60,7 @@ def test_the_last_row_of_a_key_counts_and_fields_of_older_rows_are_left_out(tmp_
     lines = ['{"name": "a", "watts": 3}', '{"name": "b"}', '{"name": "a", "ms": 2}']
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     assert last_rows(tmp_path, Row, key=lambda row: row.name) == [Row("a", 2), Row("b")]
+
+
+def test_a_picture_leaves_room_for_a_model_that_no_loss_ran():
+    bars({"ms a step": (".0f", {"llama": {"standard": 3.0}, "gemma2": {}})}, "Steps")
