@@ -84,7 +84,8 @@ def test_packed_documents_equal_separate_ones(model):
     network = build(model)
     ids = tokens(2, 70)
     bounds = [0, 3, 66, 70, 71, 140]
-    packed = network(ids, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with_an_empty_one = torch.tensor([0, 3, *bounds[1:]], dtype=torch.int32)
+    packed = network(ids, cu_seqlens=with_an_empty_one)
     assert packed.shape == (2, 70, 64)
     flat = ids.reshape(1, -1)
     separate = torch.cat([network(flat[:, a:b]) for a, b in pairwise(bounds)], 1)

@@ -18,8 +18,11 @@ def _not_here(option: str) -> UnsupportedError:
 
 
 def documents(cu_seqlens: Tensor, *packed: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The parts of tensors (1, T, …) that belong to each document, bounded by `cu_seqlens` (n_documents + 1,)."""
-    lengths = cu_seqlens.diff().tolist()
+    """The parts of tensors (1, T, …) that belong to each document, bounded by `cu_seqlens` (n_documents + 1,).
+
+    A document without tokens has no part.
+    """
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
     return zip(*(x.split(lengths, 1) for x in packed), strict=True)
 
 
