@@ -91,6 +91,14 @@ def test_the_largest_batch_is_the_one_that_searches_found(loss, checkpointing, l
     assert abs(found - largest) <= max(1, 0.05 * largest)
 
 
+def test_ranks_that_share_a_model_share_its_update():
+    config = {name: load_config([*LINE, "loss=cce_kahan", f"parallel={name}"]) for name in ("ddp", "fsdp")}
+    arch = resolve(config["ddp"].model, config["ddp"].size, 128256)
+    seconds = {name: costs.step_seconds(costs.GPUS["h100"], arch, run, "bf16", 8) for name, run in config.items()}
+    spared = 7 / 8 * 28 * arch.n_parameters / 3.35e12
+    assert seconds["ddp"] - seconds["fsdp"] == pytest.approx(spared, rel=1e-3)
+
+
 def test_a_search_is_estimated_without_a_gpu(monkeypatch):
     said: list[str] = []
     line = LINE[:-1]

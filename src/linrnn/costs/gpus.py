@@ -68,7 +68,8 @@ def step_seconds(gpu: Gpu, arch: Architecture, config: Config, precision: str, r
     saved = sum(memory.activations[name] for name in ("mixer", "mlp", "residual"))
     moved = PASSES_OF_ACTIVATIONS * MORE_PASSES[again] * saved
     moved += PASSES_OF_LOSS * (memory.loss_forward + memory.loss_backward)
-    moved = config.trainer.accumulation_steps * moved + PASSES_OF_OPTIMIZER * arch.n_parameters
+    updated = arch.n_parameters // config.parallel.ranks_of_model(ranks)  # by this rank
+    moved = config.trainer.accumulation_steps * moved + PASSES_OF_OPTIMIZER * updated
     return max(products + moved / gpu.bytes_per_second, LEAST_SECONDS)
 
 
