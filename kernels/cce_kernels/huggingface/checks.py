@@ -24,11 +24,11 @@ _GLOBAL_HOOKS = [getattr(torch_module, f"_global{name}") for name in _HOOKS]  # 
 
 
 def imported(module: str, distribution: str) -> Any:
-    """A module of another library. Raises a ModuleNotFoundError that says what to install."""
+    """A module of another library. Raises a ModuleNotFoundError with the command that installs it, or a newer one."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; pip install {distribution}", name=error.name) from None
+        raise ModuleNotFoundError(f"{error}; pip install -U {distribution}", name=error.name) from None
 
 
 def check_structure(model: Any, kind: Any) -> None:

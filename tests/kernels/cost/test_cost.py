@@ -152,7 +152,7 @@ def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, mo
 )
 def test_a_missing_library_is_named_with_what_to_install(call, module, distribution, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=f"{module}.*; pip install {distribution}$"):
+    with pytest.raises(ModuleNotFoundError, match=f"{module}.*; pip install -U {distribution}$"):
         call()
 
 
