@@ -35,7 +35,6 @@ from linrnn.training.checkpoint import found
 from linrnn.training.trainer import Trainer
 
 Small = Callable[..., list[str]]
-Command = Callable[..., subprocess.CompletedProcess[str]]
 CPU = torch.device("cpu")
 TWO = torch.tensor([2])
 MODELS = ("gla", "gated_deltanet", "kda", "transformer")
