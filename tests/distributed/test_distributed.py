@@ -171,8 +171,9 @@ def test_when_one_rank_fails_the_others_stop_and_say_why(way, fault, small, tmp_
     expected = [code, -signal.SIGKILL if fault.startswith("killed") else code, code]
     assert codes == expected[:world_size], printed
     # If two ranks wait in vain, one may report the other's error: "rank 0 stopped: no answer …".
-    assert [line for line in printed.splitlines() if line.startswith("error: ") and words in line], printed
-    assert printed.count("error: ") <= (1 if status == "diverged" else 3), printed
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]  # NCCL's warnings say "error: ", too
+    assert any(words in error for error in errors), printed
+    assert len(errors) <= (1 if status == "diverged" else 3), printed
     directory = next((tmp_path / "results/ddp").iterdir())
     summary = summary_of(directory)
     assert summary["status"] == status
