@@ -116,6 +116,16 @@ def test_a_finished_run_called_again_says_what_can_be_done_and_keeps_every_byte(
         assert choice in output
 
 
+def test_two_trainers_do_not_share_a_run_directory(small):
+    holder = Trainer(load_config(small()))
+    holder.directory.open()
+    with pytest.raises(ConfigError, match="another process") as refused:
+        Trainer(load_config(small())).fit()
+    assert refused.value.exit_code == 2
+    holder.directory.close()
+    assert holder.fit()["status"] == "finished"
+
+
 def test_a_refused_process_keeps_every_byte_too(small):
     run = small("run_name=run", "schedule.steps=5")
     trainer = fitted(run)
