@@ -125,11 +125,10 @@ def test_a_wrong_sweep_is_refused(arguments, cause, remedy, command_here):
 
 
 def test_a_sweep_s_point_runs_as_a_job_of_submitit(small, tmp_path):
-    """Here the job finds no GPU, as this machine does. It writes what it found."""
     pytest.importorskip("submitit", reason="pip install 'linrnn[slurm]'")
-    overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=liger", "size=smoke")
+    overrides = small("sweep=checkpointing", "experiment=null", "model=transformer", "loss=standard", "size=smoke")
     overrides += ["trainer.activation_checkpointing=full", "memory_budget_gib=null"]
-    with pytest.raises(UnsupportedError, match="none of 1 points can run here"):
-        said_by_sweep(*overrides, "cluster=local", "resources.timeout_min=5")
-    [path] = (tmp_path / "results/checkpointing").glob("*/summary.json")
-    assert "GPU" in json.loads(path.read_text())["reason"]
+    said = said_by_sweep(*overrides, "cluster=local", "resources.timeout_min=5")
+    assert any("submitting 1 jobs" in line for line in said)
+    assert "1 finished" in said
+    assert len(list((tmp_path / "results/checkpointing").glob("*/summary.json"))) == 1
