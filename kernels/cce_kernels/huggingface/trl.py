@@ -26,7 +26,7 @@ def register_in_trl() -> None:
         ModuleNotFoundError: TRL is missing.
         ValueError: TRL has no such function; its version is not 1.16.
     """
-    utils = imported("trl.trainer.utils", "trl")
+    utils = imported("trl.trainer.utils", "trl==1.16.0")
     if not hasattr(utils, _NAME):
         raise ValueError(f"trl: its trainer.utils has no {_NAME}; register_in_trl knows TRL 1.16")
     setattr(utils, _NAME, FusedHead)

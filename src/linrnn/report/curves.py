@@ -14,7 +14,8 @@ Curve = list[tuple[int, float]]  # (step, value) of every logged step, oldest fi
 def largest_difference(curve: Curve, other: Curve) -> tuple[float | None, int]:
     """The largest difference of means over SMOOTHED_STEPS steps, and the largest distance between two common steps.
 
-    The means need all logged points. None: no window has two of them.
+    The means need all logged points. None: no window has two of them. A common step without
+    another counts as SMOOTHED_STEPS from it.
     """
     common = _difference(curve, other)
     every = max((after - before for (before, _), (after, _) in pairwise(common)), default=SMOOTHED_STEPS)

@@ -90,7 +90,6 @@ class Trainer:
         self._build(weights)
         self._notes.append(memory_note)
         self.checkpointer = Checkpointer(self.directory.checkpoints, config.trainer.keep_checkpoints)
-        self._config_yaml = to_yaml(config)
         self.log = RunLog(
             self.plan, self.directory, self.ranks, self.architecture, self.data, self.model, self.optimizer,
             sequences=self.loader.n_sequences,
@@ -367,7 +366,7 @@ class Trainer:
             continues=self.continues,
         )
         with self.log.speed.paused():
-            self.checkpointer.save(progress, self.model.hf, self.optimizer, self._config_yaml)
+            self.checkpointer.save(progress, self.model.hf, self.optimizer, to_yaml(self.config))
 
     def _requests(self) -> tuple[float, float, float]:
         """What this rank asks of all ranks: whether a checkpoint has failed, which signal came, and whether to save."""
