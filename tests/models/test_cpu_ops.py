@@ -90,6 +90,20 @@ def test_chunk_size_changes_no_result(rule):
 
 
 @pytest.mark.parametrize("rule", CHUNKED)
+def test_packed_documents_equal_separate_ones_forward_and_backward(rule):
+    bounds = [0, 1, 40, 104, 170, 175]
+    tensors = inputs(rule, bounds[-1], 0.3, batch=1)
+    packed = output_and_gradients(CHUNKED[rule], tensors, torch.float64, cu_seqlens=torch.tensor(bounds))
+
+    def separately(*leaves: Tensor, scale: float) -> Tensor:
+        documents = itertools.pairwise(bounds)
+        return torch.cat([CHUNKED[rule](*(x[:, a:b] for x in leaves), scale=scale)[0] for a, b in documents], 1)
+
+    apart = output_and_gradients(separately, tensors, torch.float64)
+    torch.testing.assert_close(packed, apart, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", CHUNKED)
 def test_state_carries_a_sequence_on(rule):
     tensors, options = inputs(rule, 90, 0.3), {"scale": 0.3, "output_final_state": True}
     whole, last = CHUNKED[rule](*tensors, **options)

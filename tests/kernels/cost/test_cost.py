@@ -145,7 +145,7 @@ def test_a_wrong_command_line_names_what_is_meant(arguments, message, capsys, mo
     ("call", "module", "distribution"),
     [
         (cce_kernels.register_in_fla, "fla.backends", "flash-linear-attention"),
-        (cce_kernels.register_in_trl, "trl.trainer.utils", "trl"),
+        (cce_kernels.register_in_trl, "trl.trainer.utils", "trl==1.16.0"),
         (lambda: build("llama", {}, torch.float32, torch.device("meta")), "transformers", "transformers"),
         (lambda: apply_liger(None), "liger_kernel.transformers.monkey_patch", "liger-kernel"),
     ],
